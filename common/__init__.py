@@ -1,0 +1,1 @@
+"""What two programs share: messages, transport, KV memory, scheduling, engine, workers."""

@@ -1,0 +1,1 @@
+"""KV memory: layout, the pool's bytes, and who owns each block."""

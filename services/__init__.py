@@ -1,0 +1,1 @@
+"""The programs of FlowPath, one folder each; they never import each other."""
