@@ -72,7 +72,7 @@ class RemoteProtocolError(ProtocolError):
     """The peer broke the protocol: drop the message or the peer, and go on."""
 
 
-class IllegalTransition(LocalProtocolError):
+class IllegalTransitionError(LocalProtocolError):
     """A state machine was given an event that its phase forbids; nothing was changed.
 
     ``story`` holds the events that led to the phase, oldest first.
@@ -88,7 +88,7 @@ class IllegalTransition(LocalProtocolError):
         self.story = story
 
 
-class InvariantViolation(FlowPathError):
+class InvariantViolationError(FlowPathError):
     """A structure's ``validate()`` found its sums wrong; its worker is quarantined."""
 
 

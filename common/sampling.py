@@ -1,4 +1,4 @@
-"""How tokens are drawn, as the caller asked for it; the same value on the wire and in the engine."""
+"""How tokens are drawn: the same value on the wire and in the engine."""
 
 from dataclasses import field
 from enum import StrEnum

@@ -1,0 +1,74 @@
+"""The admin conversation: the operator's CLI (DEALER) with the controller (ROUTER)."""
+
+from typing import Annotated
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from common.ids import Epoch, GatewayId, WorkerId
+from common.messages.fields import (
+    STRUCT,
+    Count,
+    KVCounts,
+    Name,
+    Role,
+    Seconds,
+    Text,
+    WorkerLoad,
+    WorkerState,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRUCT)
+class GetStatus:
+    """CLI → controller: tell the cluster's state. A repeat is safe."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRUCT)
+class WorkerStatus:
+    """One worker as its last heartbeat told it. ``kv`` and ``load`` are None before the first."""
+
+    id: WorkerId
+    pid: Count
+    epoch: Epoch
+    role: Role
+    state: WorkerState
+    heartbeat_age_seconds: Seconds
+    kv: KVCounts | None
+    load: WorkerLoad | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRUCT)
+class GatewayStatus:
+    """One gateway as its last heartbeat told it."""
+
+    id: GatewayId
+    pid: Count
+    url: Text
+    num_streams: Count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRUCT)
+class StatusReport:
+    """Controller → CLI: the cluster at this moment."""
+
+    is_ready: bool
+    reason: Text
+    model_name: Text
+    model_fingerprint: Text
+    uptime_seconds: Seconds
+    num_requests: Count
+    workers: Annotated[tuple[WorkerStatus, ...], Field(max_length=4096)]
+    gateways: Annotated[tuple[GatewayStatus, ...], Field(max_length=4096)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRUCT)
+class AdminRefused:
+    """Controller → CLI: the command was not carried out, and why."""
+
+    command: Name
+    message: Text
+
+
+CliToController = GetStatus
+ControllerToCli = StatusReport | AdminRefused

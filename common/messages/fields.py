@@ -1,0 +1,103 @@
+"""Bounded field types of messages; a value outside its bound is the peer's error."""
+
+from enum import StrEnum
+from typing import Annotated, Literal
+
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass
+
+from common.ids import Epoch, WorkerId
+
+STRUCT = ConfigDict(extra="forbid")
+"""Unknown fields are refused, never dropped."""
+
+MAX_PROMPT_TOKENS = 4 * 1024 * 1024
+MAX_BLOCKS = 2**31 - 1
+
+Count = Annotated[int, Field(strict=True, ge=0, le=2**53)]
+Seconds = Annotated[float, Field(ge=0.0, le=1e9)]
+Name = Annotated[str, Field(min_length=1, max_length=256)]
+Text = Annotated[str, Field(max_length=4096)]
+Endpoint = Annotated[str, Field(pattern=r"^(ipc|tcp|inproc)://", max_length=512)]
+Fingerprint = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
+ChoiceIndex = Annotated[int, Field(strict=True, ge=0, lt=128)]
+PromptLength = Annotated[int, Field(strict=True, ge=1, le=MAX_PROMPT_TOKENS)]
+
+
+class Role(StrEnum):
+    """What a worker serves; state, not a class of process."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    COMBINED = "combined"
+
+
+class WorkerState(StrEnum):
+    """How the cluster sees a worker."""
+
+    READY = "ready"
+    SUSPECT = "suspect"
+    DRAINING = "draining"
+    QUARANTINED = "quarantined"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRUCT)
+class KVCounts:
+    """Blocks of one pool by owner: total = free + referenced + cached + in_transfer.
+
+    Reserved blocks and blocks that drain after an abort count as ``in_transfer``.
+    """
+
+    total: Count
+    free: Count
+    referenced: Count
+    cached: Count
+    in_transfer: Count
+    largest_free_run: Count
+    """Longest run of adjacent free blocks; fragmentation is 1 - largest_free_run / free."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRUCT)
+class WorkerLoad:
+    """What a worker has to do, counted at one moment."""
+
+    num_waiting: Count
+    num_prefilling: Count
+    num_sending: Count
+    num_receiving: Count
+    num_decoding: Count
+    uncomputed_tokens: Count
+    """Prompt tokens of waiting and running requests not computed yet."""
+    num_steps: Count
+    """Engine steps since the start: the sign of progress that health reads."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRUCT)
+class PeerInfo:
+    """How to reach a worker's handoff channel. ``transports`` are its data paths, best first."""
+
+    worker_id: Annotated[WorkerId, Field(min_length=1, max_length=128)]
+    epoch: Epoch
+    role: Role
+    pid: Count
+    host: Name
+    handoff_endpoint: Endpoint
+    layout_fingerprint: Fingerprint
+    transports: Annotated[tuple[Name, ...], Field(max_length=16)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRUCT)
+class PoolHandle:
+    """How a peer on the same host maps a KV pool: an anonymous memory file of its owner.
+
+    The file lives as long as somebody maps it, so a killed worker leaves nothing behind. ``nonce``
+    stands at ``num_bytes`` in the file and proves that ``pid`` and ``fd`` were not reused.
+    """
+
+    kind: Literal["memfd"]
+    pid: Count
+    fd: Count
+    num_blocks: Count
+    block_bytes: Count
+    num_bytes: Count
+    nonce: Annotated[bytes, Field(min_length=16, max_length=16)]

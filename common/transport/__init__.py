@@ -1,0 +1,1 @@
+"""ZeroMQ sockets under FlowPath's conversations; nothing else in the project touches zmq."""

@@ -1,0 +1,250 @@
+"""A DEALER that connects to one binder, and a ROUTER that many peers connect to.
+
+Each socket has one owner task. Sends never wait: a full queue is an answer (see channels.py).
+Receives drain what has arrived, a bounded number at a time, and poll again after at most
+``REPOLL_SECONDS``, so that a missed edge of the descriptor cannot stall a conversation.
+"""
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import structlog
+import zmq
+
+from common.errors import ConfigError, RemoteProtocolError
+from common.ids import Epoch
+from common.messages.codec import Codec, Envelope, Received
+from common.transport.channels import Channel
+
+REPOLL_SECONDS = 0.1
+MAX_BURST = 64
+RECONNECT_MIN_MILLISECONDS = 20
+RECONNECT_MAX_MILLISECONDS = 500
+MAX_IPC_PATH_BYTES = 107
+
+Out = TypeVar("Out")
+In = TypeVar("In")
+
+log = structlog.get_logger()
+
+
+class Identity:
+    """Who we are in envelopes: name, epoch and role generation, and the running number."""
+
+    def __init__(self, name: str, epoch: Epoch) -> None:
+        self.name = name
+        self.epoch = epoch
+        self.role_generation = 0
+        self._sequence = itertools.count(1)
+
+    def envelope(self, cause: str) -> Envelope:
+        """Return the envelope of the next message."""
+        return Envelope(self.name, self.epoch, self.role_generation, next(self._sequence), cause)
+
+
+def new_context() -> zmq.Context[zmq.Socket[bytes]]:
+    """Return a context for one process; end it with ``context.destroy(linger=0)``."""
+    return zmq.Context()
+
+
+def check_endpoint(endpoint: str) -> None:
+    """Refuse an ``ipc://`` path that the kernel would cut. Raises ConfigError with what to do."""
+    path = endpoint.removeprefix("ipc://")
+    if endpoint.startswith("ipc://") and len(path.encode()) > MAX_IPC_PATH_BYTES:
+        raise ConfigError(
+            f"the socket path {path} is longer than {MAX_IPC_PATH_BYTES} bytes; "
+            "set FLOWPATH_RUN_DIR to a shorter folder"
+        )
+
+
+class _Wire:
+    """A zmq socket in an asyncio loop, used by one loop only.
+
+    The socket's descriptor is edge-triggered and a send may swallow an edge that announced a
+    receive; so every send looks for waiting messages itself.
+    """
+
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], kind: int, channel: Channel
+    ) -> None:
+        self.socket: zmq.Socket[bytes] = context.socket(kind)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.setsockopt(zmq.SNDHWM, channel.high_water_mark)
+        self.socket.setsockopt(zmq.RCVHWM, channel.high_water_mark)
+        self.socket.setsockopt(zmq.MAXMSGSIZE, channel.max_message_bytes)
+        self.socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MIN_MILLISECONDS)
+        self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MILLISECONDS)
+        self._readable = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._fd = int(self.socket.getsockopt(zmq.FD))
+        self._loop.add_reader(self._fd, self._readable.set)
+
+    def try_send(self, frames: list[bytes]) -> bool:
+        if self.socket.closed:
+            return False
+        try:
+            self.socket.send_multipart(frames, flags=zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        except zmq.ZMQError as error:
+            if error.errno == zmq.EHOSTUNREACH:
+                return False
+            raise
+        if int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            self._readable.set()
+        return True
+
+    async def drain(self) -> list[list[bytes]]:
+        """Wait for messages and return up to ``MAX_BURST``; an empty list says closed."""
+        await asyncio.sleep(0)
+        while not self.socket.closed:
+            self._readable.clear()
+            burst: list[list[bytes]] = []
+            while len(burst) < MAX_BURST:
+                try:
+                    burst.append(self.socket.recv_multipart(flags=zmq.NOBLOCK))
+                except zmq.Again:
+                    break
+            if burst:
+                return burst
+            try:
+                async with asyncio.timeout(REPOLL_SECONDS):
+                    await self._readable.wait()
+            except TimeoutError:
+                continue
+        return []
+
+    def close(self, linger_seconds: float = 0.0) -> None:
+        if not self.socket.closed:
+            self._loop.remove_reader(self._fd)
+            self.socket.close(linger=int(linger_seconds * 1000))
+            self._readable.set()
+
+
+class DealerLink(Generic[Out, In]):
+    """The connecting side of a channel; speaks with exactly one binder."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        channel: Channel,
+        endpoint: str,
+        identity: Identity,
+        outgoing: Codec[Out],
+        incoming: Codec[In],
+    ) -> None:
+        check_endpoint(endpoint)
+        self.endpoint = endpoint
+        self._identity = identity
+        self._outgoing = outgoing
+        self._incoming = incoming
+        self._channel = channel
+        self._wire = _Wire(context, zmq.DEALER, channel)
+        # A routing id of our own choosing; the epoch in it keeps a restarted process apart from
+        # the connection of its dead predecessor.
+        self._wire.socket.setsockopt(zmq.ROUTING_ID, routing_id(identity.name, identity.epoch))
+        self._wire.socket.connect(endpoint)
+
+    def try_send(self, message: Out, cause: str, payload: tuple[bytes, ...] = ()) -> bool:
+        """Queue a message; return False, with nothing queued, when the queue is full."""
+        frames = self._outgoing.encode(self._identity.envelope(cause), message, payload)
+        return self._wire.try_send(frames)
+
+    async def received(self) -> AsyncIterator[Received[In]]:
+        """Yield messages until the socket is closed; malformed ones are logged and dropped."""
+        while burst := await self._wire.drain():
+            for frames in burst:
+                try:
+                    received = self._incoming.decode(frames)
+                except RemoteProtocolError as error:
+                    log.warning("message_refused", channel=self._channel.name, reason=str(error))
+                    continue
+                yield received
+
+    def close(self, linger_seconds: float = 0.0) -> None:
+        """Close; messages still queued are sent within ``linger_seconds`` or dropped."""
+        self._wire.close(linger_seconds)
+
+
+class RouterHub(Generic[Out, In]):
+    """The binding side of a channel; speaks with every peer that connected.
+
+    A peer is addressed by its routing id, which is taken from what it last sent: a message goes to
+    a peer only after one came from it.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        channel: Channel,
+        endpoint: str,
+        identity: Identity,
+        outgoing: Codec[Out],
+        incoming: Codec[In],
+    ) -> None:
+        check_endpoint(endpoint)
+        self._identity = identity
+        self._outgoing = outgoing
+        self._incoming = incoming
+        self._channel = channel
+        self._wire = _Wire(context, zmq.ROUTER, channel)
+        self._wire.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._wire.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        try:
+            self._wire.socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            self._wire.close()
+            raise ConfigError(f"cannot bind {channel.name} to {endpoint}: {error}") from error
+        self.endpoint = self._wire.socket.get_string(zmq.LAST_ENDPOINT)
+
+    def try_send(
+        self, peer: tuple[str, Epoch], message: Out, cause: str, payload: tuple[bytes, ...] = ()
+    ) -> bool:
+        """Queue a message for one incarnation of a peer.
+
+        Returns False, with nothing queued, when its queue is full or it is not connected.
+        """
+        frames = self._outgoing.encode(self._identity.envelope(cause), message, payload)
+        return self._wire.try_send([routing_id(*peer), *frames])
+
+    async def received(
+        self, on_refused: Callable[[bytes, RemoteProtocolError], None] | None = None
+    ) -> AsyncIterator[Received[In]]:
+        """Yield messages until the socket is closed.
+
+        A malformed message is logged, reported to ``on_refused`` with the sender's routing id,
+        and dropped; so is one whose envelope names another sender than its connection does.
+        """
+        while burst := await self._wire.drain():
+            for frames in burst:
+                peer, *rest = frames
+                try:
+                    received = self._incoming.decode(rest)
+                    _check_sender(peer, received.envelope)
+                except RemoteProtocolError as error:
+                    log.warning("message_refused", channel=self._channel.name, reason=str(error))
+                    if on_refused is not None:
+                        on_refused(peer, error)
+                    continue
+                yield received
+
+    def close(self) -> None:
+        """Close at once and remove the socket file."""
+        endpoint = self.endpoint
+        self._wire.close()
+        if endpoint.startswith("ipc://"):
+            Path(endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
+
+
+def routing_id(name: str, epoch: Epoch) -> bytes:
+    """Return the routing id of one incarnation of a process."""
+    return f"{name}#{epoch:x}".encode()[:255]
+
+
+def _check_sender(peer: bytes, envelope: Envelope) -> None:
+    claimed = routing_id(envelope.sender, envelope.epoch)
+    if claimed != peer:
+        raise RemoteProtocolError(f"{peer!r:.80} claims to be {claimed!r:.80}")
