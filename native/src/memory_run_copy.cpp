@@ -1,0 +1,82 @@
+#include "flowpath/memory/run_copy.hpp"
+
+#include <algorithm>
+#include <cstring>
+
+#include "flowpath/memory/checksum.hpp"
+
+namespace flowpath {
+
+namespace {
+
+// Small enough to stay in the first-level cache between the hash and the copy of a piece, and a
+// whole number of words.
+constexpr std::size_t piece_bytes = 16 * 1024;
+
+std::span<const std::byte> block_of(std::span<const std::byte> pool, std::int32_t id,
+                                    std::size_t block_bytes) noexcept {
+    return pool.subspan(static_cast<std::size_t>(id) * block_bytes, block_bytes);
+}
+
+std::uint64_t copy_block_checksummed(std::byte* to, std::span<const std::byte> block) noexcept {
+    std::uint64_t sum = 0;
+    for (std::size_t at = 0; at < block.size(); at += piece_bytes) {
+        const auto piece = block.subspan(at, std::min(piece_bytes, block.size() - at));
+        sum += checksum_sum(piece, at / 8);
+        std::memcpy(to + at, piece.data(), piece.size());
+    }
+    return checksum_finish(sum, block.size());
+}
+
+}  // namespace
+
+Outcome validate_copy(std::size_t dst_bytes, std::size_t src_bytes, std::span<const CopyRun> runs,
+                      std::size_t block_bytes) noexcept {
+    const auto dst_blocks = static_cast<std::int64_t>(dst_bytes / block_bytes);
+    const auto src_blocks = static_cast<std::int64_t>(src_bytes / block_bytes);
+    for (std::size_t i = 0; i < runs.size(); ++i) {
+        const CopyRun run = runs[i];
+        if (run.length < 1) {
+            return {Status::not_positive, i};
+        }
+        if (run.src < 0 || run.dst < 0 || std::int64_t{run.src} + run.length > src_blocks ||
+            std::int64_t{run.dst} + run.length > dst_blocks) {
+            return {Status::out_of_range, i};
+        }
+    }
+    return {};
+}
+
+std::size_t copy_runs(std::span<std::byte> dst, std::span<const std::byte> src,
+                      std::span<const CopyRun> runs, std::size_t block_bytes) noexcept {
+    std::size_t copied = 0;
+    for (const CopyRun run : runs) {
+        const std::size_t bytes = static_cast<std::size_t>(run.length) * block_bytes;
+        std::memmove(dst.data() + static_cast<std::size_t>(run.dst) * block_bytes,
+                     src.data() + static_cast<std::size_t>(run.src) * block_bytes, bytes);
+        copied += bytes;
+    }
+    return copied;
+}
+
+std::size_t copy_runs_checksummed(std::span<std::byte> dst, std::span<const std::byte> src,
+                                  std::span<const CopyRun> runs, std::size_t block_bytes,
+                                  std::span<std::uint64_t> sums) noexcept {
+    std::size_t next = 0;
+    for (const CopyRun run : runs) {
+        for (std::int32_t i = 0; i < run.length; ++i) {
+            std::byte* const to = dst.data() + static_cast<std::size_t>(run.dst + i) * block_bytes;
+            sums[next++] = copy_block_checksummed(to, block_of(src, run.src + i, block_bytes));
+        }
+    }
+    return next * block_bytes;
+}
+
+void checksum_blocks(std::span<const std::byte> pool, std::span<const std::int32_t> ids,
+                     std::size_t block_bytes, std::span<std::uint64_t> sums) noexcept {
+    for (std::size_t i = 0; i < ids.size(); ++i) {
+        sums[i] = checksum(block_of(pool, ids[i], block_bytes));
+    }
+}
+
+}  // namespace flowpath
