@@ -183,10 +183,22 @@ std::uint64_t checksum_of(nb::handle data) {
     return checksum(view.bytes());
 }
 
-std::uint64_t checksum_portable_of(nb::handle data) {
+std::vector<std::string> kernel_names() {
+    const auto names = checksum_kernels();
+    return {names.begin(), names.end()};
+}
+
+std::uint64_t checksum_by_kernel(const std::string& kernel, nb::handle data) {
     const BufferView view(data, BufferView::Access::read);
-    const nb::gil_scoped_release without_gil;
-    return checksum_portable(view.bytes());
+    std::optional<std::uint64_t> value;
+    {
+        const nb::gil_scoped_release without_gil;
+        value = checksum_with(kernel, view.bytes());
+    }
+    if (!value) {
+        throw nb::value_error(("this machine has no checksum kernel " + kernel).c_str());
+    }
+    return *value;
 }
 
 nb::object checksum_blocks_of(nb::handle pool, nb::handle block_ids,
@@ -246,8 +258,10 @@ void bind_memory(nb::module_& m) {
     m.def("copy_runs_checksummed", &copy_runs_between_checksummed, "dst"_a, "src"_a, "runs"_a,
           "block_bytes"_a, "Copies, and returns the checksum of each block in the runs' order.");
     m.def("checksum", &checksum_of, "data"_a, "The 64-bit checksum of the bytes.");
-    m.def("checksum_portable", &checksum_portable_of, "data"_a,
-          "The same value without vector instructions, for comparison.");
+    m.def("checksum_kernels", &kernel_names,
+          "The names of the kernels that this machine can run, the fastest first.");
+    m.def("checksum_with", &checksum_by_kernel, "kernel"_a, "data"_a,
+          "The checksum by the named kernel, for comparison.");
     m.def("checksum_blocks", &checksum_blocks_of, "buf"_a, "block_ids"_a, "block_bytes"_a,
           "The checksum of each named block.");
 }

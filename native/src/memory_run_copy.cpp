@@ -10,8 +10,8 @@ namespace flowpath {
 namespace {
 
 // Small enough to stay in the first-level cache between the hash and the copy of a piece, and a
-// whole number of words.
-constexpr std::size_t piece_bytes = 16 * 1024;
+// whole number of checksum rows.
+constexpr std::size_t piece_bytes = 32 * checksum_row_bytes;
 
 std::span<const std::byte> block_of(std::span<const std::byte> pool, std::int32_t id,
                                     std::size_t block_bytes) noexcept {
@@ -22,7 +22,7 @@ std::uint64_t copy_block_checksummed(std::byte* to, std::span<const std::byte> b
     std::uint64_t sum = 0;
     for (std::size_t at = 0; at < block.size(); at += piece_bytes) {
         const auto piece = block.subspan(at, std::min(piece_bytes, block.size() - at));
-        sum += checksum_sum(piece, at / 8);
+        sum += checksum_sum(piece, at / checksum_row_bytes);
         std::memcpy(to + at, piece.data(), piece.size());
     }
     return checksum_finish(sum, block.size());
