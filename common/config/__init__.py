@@ -1,0 +1,1 @@
+"""Settings: one frozen value, read once at a program's start, and the folders it names."""

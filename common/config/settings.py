@@ -1,0 +1,237 @@
+"""Every setting with its meaning, default and bounds; ``docs/settings.md`` is made from it."""
+
+import os
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+
+from common.config.folders import (
+    MAX_RUN_DIR_BYTES,
+    default_cache_dir,
+    default_log_dir,
+    default_run_dir,
+)
+from common.config.sizes import parse_size
+
+ENVIRONMENT_PREFIX = "FLOWPATH_"
+DEBUG_ALLOC_VARIABLE = "FLOWKV_DEBUG_ALLOC"
+DEFAULT_MODEL_NAME = "SmolLM2-135M-Instruct"
+environment = os.environ  # noqa: TID251 - the one place that reads it
+
+
+def _loopback(host: str) -> str:
+    if host not in ("127.0.0.1", "localhost", "::1"):
+        raise ValueError(
+            "is not a loopback address: this version serves one host, because channels between "
+            "hosts need control keys that it does not have yet; use 127.0.0.1, with a reverse "
+            "proxy in front for other hosts"
+        )
+    return host
+
+
+def _power_of_two(value: int) -> int:
+    if value & (value - 1):
+        raise ValueError(f"{value} is no power of two; 64 is usual")
+    return value
+
+
+def _short_enough(path: Path) -> Path:
+    size = len(str(path.absolute()).encode())
+    if size > MAX_RUN_DIR_BYTES:
+        raise ValueError(
+            f"is {size} bytes long, over {MAX_RUN_DIR_BYTES}: the sockets in it would have paths "
+            "that the kernel cuts; choose a shorter one"
+        )
+    return path.absolute()
+
+
+def _absolute(path: Path) -> Path:
+    return path.expanduser().absolute()
+
+
+def _absolute_or_empty(path: str) -> str:
+    return str(_absolute(Path(path))) if path else ""
+
+
+Bytes = Annotated[int, BeforeValidator(parse_size)]
+Folder = Annotated[Path, AfterValidator(_absolute)]
+
+
+class Settings(BaseSettings):
+    """All settings of one cluster, frozen; every process of it gets the same.
+
+    Made directly it takes defaults and arguments alone; ``load_settings`` reads the layers.
+    """
+
+    model_config = SettingsConfigDict(
+        frozen=True,
+        extra="forbid",
+        env_prefix=ENVIRONMENT_PREFIX,
+        env_ignore_empty=True,
+        validate_default=True,
+        protected_namespaces=(),
+    )
+
+    host: Annotated[str, AfterValidator(_loopback)] = Field(
+        "127.0.0.1", description="Address that the gateway listens on; loopback in this version."
+    )
+    port: int = Field(
+        8000, ge=0, le=65535, description="HTTP port of the gateway; 0 takes any free one."
+    )
+    model: Annotated[str, AfterValidator(_absolute_or_empty)] = Field(
+        "",
+        description="Hugging Face model folder (Llama, Mistral, Qwen2 or Qwen3); empty is the "
+        "default model, SmolLM2-135M-Instruct.",
+    )
+    served_model_name: str = Field(
+        "",
+        max_length=256,
+        description="Model name that clients use; empty is the folder's name.",
+    )
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto",
+        description="Type of weights and KV; auto is the fastest that the processor supports "
+        "natively.",
+    )
+    prefill: int = Field(1, ge=1, le=256, description="Number of prefill workers.")
+    decode: int = Field(1, ge=1, le=256, description="Number of decode workers.")
+    combined: bool = Field(
+        default=False,
+        description="Run one worker that does prefill and decode, instead of separate ones.",
+    )
+    block_size: Annotated[int, AfterValidator(_power_of_two)] = Field(
+        64, ge=8, le=1024, description="Tokens of one KV block; a power of two."
+    )
+    segment_min_size: Bytes = Field(
+        64 * 2**20,
+        ge=0,
+        description="Smallest run of free KV memory worth leaving behind when a segment is cut "
+        "(size).",
+    )
+    kv_bytes: Bytes = Field(
+        2**30, ge=2**20, description="KV pool of each worker (size): blocks of all layers."
+    )
+    max_model_len: int = Field(
+        0, ge=0, description="Longest prompt plus output in tokens; 0 is the model's own limit."
+    )
+    max_num_batched_tokens: int = Field(
+        512, ge=8, description="Token budget of one engine step; a multiple of block_size."
+    )
+    max_num_seqs: int = Field(64, ge=1, le=65536, description="Most sequences in one engine step.")
+    max_queue: int = Field(
+        1024,
+        ge=1,
+        description="Most requests that wait for their decode to start; one more is refused with "
+        "429.",
+    )
+    threads: int = Field(
+        0, ge=0, le=4096, description="Compute threads of a worker; 0 shares the cores evenly."
+    )
+    run_dir: Annotated[Folder, AfterValidator(_short_enough)] = Field(
+        default_factory=lambda data: default_run_dir(environment, data["port"]),
+        description="Folder of sockets, private to the user (mode 0700); by default in "
+        "XDG_RUNTIME_DIR or the temporary folder, one per user and port.",
+    )
+    log_dir: Folder = Field(
+        default_factory=lambda: default_log_dir(environment),
+        description="Folder of log files, one per process; by default flowpath in XDG_STATE_HOME "
+        "or ~/.local/state.",
+    )
+    cache_dir: Folder = Field(
+        default_factory=lambda: default_cache_dir(environment),
+        description="Folder of converted models; by default flowpath in XDG_CACHE_HOME or "
+        "~/.cache.",
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="Least level that is logged."
+    )
+    log_prompts: bool = Field(
+        default=False, description="Whether prompt texts may stand in log files."
+    )
+    heartbeat_seconds: float = Field(
+        0.2, ge=0.01, le=60, description="Time between heartbeats to the controller."
+    )
+    death_seconds: float = Field(
+        1.5,
+        gt=0,
+        le=600,
+        description="Silence after which a process is taken for dead; at least three heartbeats.",
+    )
+    lease_seconds: float = Field(
+        2.0, ge=0.05, le=600, description="Lease of a handoff, renewed by both workers."
+    )
+    request_timeout_seconds: float = Field(
+        0.0, ge=0, description="Longest life of a request; 0 is none."
+    )
+    drain_seconds: float = Field(
+        30.0, ge=0, le=3600, description="Time that running requests get to finish at a stop."
+    )
+    max_body_bytes: Bytes = Field(
+        32 * 2**20, ge=1024, le=2**31, description="Largest HTTP request body (size)."
+    )
+    debug_alloc: bool = Field(
+        default=False,
+        description=f"Log every operation of the KV allocator as JSON lines; its variable is "
+        f"{DEBUG_ALLOC_VARIABLE}=1.",
+    )
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Self:
+        if self.max_num_batched_tokens % self.block_size:
+            raise ValueError(
+                f"max_num_batched_tokens {self.max_num_batched_tokens} is no multiple of "
+                f"block_size {self.block_size}"
+            )
+        if self.death_seconds < 3 * self.heartbeat_seconds:
+            raise ValueError(
+                f"death_seconds {self.death_seconds} is under three heartbeat_seconds "
+                f"({self.heartbeat_seconds}): one late heartbeat would end a worker"
+            )
+        return self
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Take arguments alone; the layers are merged in ``load_settings``."""
+        return (init_settings,)
+
+    @property
+    def num_workers(self) -> int:
+        """Workers of the whole cluster."""
+        return 1 if self.combined else self.prefill + self.decode
+
+    @property
+    def num_threads(self) -> int:
+        """Compute threads of one worker, at least 1."""
+        return self.threads or max(1, len(os.sched_getaffinity(0)) // self.num_workers)
+
+    @property
+    def model_name(self) -> str:
+        """The model's name as clients use it."""
+        if self.served_model_name:
+            return self.served_model_name
+        return Path(self.model).name if self.model else DEFAULT_MODEL_NAME
+
+    @property
+    def url(self) -> str:
+        """Where the gateway answers."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}"
+
+    @property
+    def control_endpoint(self) -> str:
+        """The controller's socket for workers and gateways."""
+        return f"ipc://{self.run_dir}/controller.control"
+
+    @property
+    def admin_endpoint(self) -> str:
+        """The controller's socket for the operator."""
+        return f"ipc://{self.run_dir}/controller.admin"

@@ -1,0 +1,1 @@
+"""Structured logs: one file of JSON lines per process, and the stories read back from them."""
