@@ -90,7 +90,7 @@ class HeartbeatAnswered:
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRUCT)
 class Fenced:
-    """Controller → worker or gateway: this incarnation is unknown or was declared dead.
+    """Controller → worker or gateway: this incarnation was declared dead or was replaced.
 
     The receiver cancels all its requests, takes a new epoch and says hello again. A repeat for an
     epoch that is already gone is ignored.
@@ -98,6 +98,17 @@ class Fenced:
 
     epoch: Epoch
     message: Text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRUCT)
+class HelloRequested:
+    """Controller → worker or gateway: this controller was started anew and does not know you.
+
+    The receiver says hello again with the same epoch; its requests go on undisturbed. Sent for
+    each message of an incarnation that is unknown but was not declared dead; a repeat is safe.
+    """
+
+    epoch: Epoch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRUCT)
@@ -309,6 +320,7 @@ ControllerToWorker = (
     | HelloRefused
     | HeartbeatAnswered
     | Fenced
+    | HelloRequested
     | PeerJoined
     | PeerLeft
     | PlaceRequest
@@ -319,6 +331,7 @@ ControllerToGateway = (
     GatewayAccepted
     | HelloRefused
     | Fenced
+    | HelloRequested
     | ClusterState
     | RequestPlaced
     | RequestRefused
