@@ -1,0 +1,1 @@
+"""The gateway: OpenAI-compatible HTTP in front, tokens from the cluster behind."""

@@ -1,0 +1,114 @@
+"""One HTTP exchange on its socket: the body with its bounds, the answer, the disconnect."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping
+
+from starlette.requests import ClientDisconnect
+from starlette.types import Message, Receive, Scope, Send
+
+from common.errors import ErrorCode, RequestError
+from common.ids import RequestId
+
+
+class Connection:
+    """Reads one request's body and writes its answer; knows whether the client is still there."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._scope = scope
+        self._receive = receive
+        self._send = send
+        self.request_id: RequestId = scope["state"]["request_id"]
+        self.arrived_seconds: float = scope["state"]["arrived_seconds"]
+        self.is_started = False
+        self.is_complete = False
+
+    async def read_body(self, max_bytes: int, timeout_seconds: float) -> bytes:
+        """Read the whole body, and stop as soon as it passes ``max_bytes``.
+
+        Raises ``RequestError`` for too many bytes or a stalled client, ``ClientDisconnect`` when
+        the client goes away.
+        """
+        headers = dict(self._scope["headers"])
+        declared = headers.get(b"content-length", b"0")
+        if declared.isdigit() and int(declared) > max_bytes:
+            raise _too_large(max_bytes)
+        body = bytearray()
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                is_more = True
+                while is_more:
+                    message = await self._receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientDisconnect
+                    body += message.get("body", b"")
+                    if len(body) > max_bytes:
+                        raise _too_large(max_bytes)
+                    is_more = message.get("more_body", False)
+        except TimeoutError:
+            raise RequestError(
+                ErrorCode.BAD_REQUEST, f"the body did not arrive within {timeout_seconds:g} s"
+            ) from None
+        return bytes(body)
+
+    async def run(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Run ``work``, which writes the answer, for as long as the client is there.
+
+        When the client goes away before the answer is complete, ``work`` is cancelled, has its
+        time to clean up, and ``ClientDisconnect`` is raised. Call after the body is read.
+        """
+
+        async def outcome() -> Exception | None:
+            # A TaskGroup would wrap the error; the caller wants it as it is.
+            try:
+                await work()
+            except Exception as error:  # noqa: BLE001 - raised again below, in the caller's task
+                return error
+            return None
+
+        async with asyncio.TaskGroup() as group:
+            job = group.create_task(outcome())
+            watcher = group.create_task(self._cancel_on_disconnect(job))
+            await asyncio.wait((job,))
+            watcher.cancel()
+        if job.cancelled():
+            raise ClientDisconnect
+        error = job.result()
+        if error is not None:
+            raise error
+
+    async def start(self, status: int, headers: Mapping[str, str]) -> None:
+        """Write status and headers."""
+        raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+        self.is_started = True
+        await self._send({"type": "http.response.start", "status": status, "headers": raw})
+
+    async def write(self, chunk: bytes) -> None:
+        """Write a part of the answer at once; waits while the client's socket is full."""
+        await self._send(_body(chunk, is_more=True))
+
+    async def finish(self, chunk: bytes = b"") -> None:
+        """Write the answer's last part; from here on a disconnect changes nothing."""
+        self.is_complete = True
+        await self._send(_body(chunk, is_more=False))
+
+    def age_seconds(self) -> float:
+        """Return the time since the request's headers arrived."""
+        return time.perf_counter() - self.arrived_seconds
+
+    async def _cancel_on_disconnect(self, job: "asyncio.Task[Exception | None]") -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        # The end of a complete answer reads as a disconnect too.
+        if not self.is_complete:
+            job.cancel()
+
+
+def _body(chunk: bytes, *, is_more: bool) -> Message:
+    return {"type": "http.response.body", "body": chunk, "more_body": is_more}
+
+
+def _too_large(max_bytes: int) -> RequestError:
+    return RequestError(
+        ErrorCode.BODY_TOO_LARGE, f"the body is larger than the limit of {max_bytes} bytes"
+    )
