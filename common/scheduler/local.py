@@ -1,0 +1,518 @@
+"""The local scheduler: queues, admission, chunked prefill, decode, preemption.
+
+Theory of operation. A sequence is always in the same state of mind: it has tokens, the first
+``num_computed`` of which have K and V in the pool. A prefill chunk and a decode step are the same
+thing, a row of the next uncomputed tokens; a row that reaches the last token draws the next one.
+So a preempted sequence simply starts again from nothing (or from the prefix cache), and a decode
+that arrives by handoff starts with everything but its last token computed.
+
+Each step takes every decoding sequence first, one token each, then the prompts in arrival order
+in chunks that end on block borders, until the step's token budget is spent. Blocks of a prompt are
+acquired whole when it is admitted; a decode grows block by block and, when the pool is full, the
+newest decode gives way, so that the oldest always goes on and a full pool cannot deadlock.
+
+Nothing here reads a clock, waits or sends. ``plan`` marks rows as being in a step; a request that
+ends meanwhile keeps its blocks until ``finish_step``.
+"""
+
+from collections import deque
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+
+from common.errors import ErrorCode, LocalProtocolError
+from common.ids import RequestId
+from common.kv.blocks import BlockManager, Hold
+from common.messages.fields import WorkerLoad
+from common.messages.handoff import AbortReason, FirstToken
+from common.messages.tokens import TokenDelta
+from common.sampling import FinishReason, SampledToken
+from common.scheduler.effects import (
+    CopyBlocks,
+    Effect,
+    EmitTokens,
+    Preempted,
+    PrefillStarted,
+    PromptComputed,
+    PromptProgressed,
+    RequestBroke,
+    RequestEnded,
+    StopHandoff,
+)
+from common.scheduler.request import LocalRequest, NewRequest, RequestPhase, Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """Bounds of one step and of the worker. Tokens and sequences."""
+
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    block_size: int
+    growth_tokens: int
+    """Room for output that an admission asks for beside the prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRow:
+    """One row of a step: ``num_tokens`` tokens of a sequence from position ``start``."""
+
+    sequence: Sequence
+    start: int
+    num_tokens: int
+    is_last: bool
+    """Whether the row reaches the sequence's last token, so that tokens are drawn after it."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What one engine step computes."""
+
+    rows: tuple[PlannedRow, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens computed in this step."""
+        return sum(row.num_tokens for row in self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class RowFailed:
+    """The engine could not compute a row; the others are unharmed."""
+
+    message: str
+
+
+RowResult = tuple[SampledToken, ...] | RowFailed
+
+
+class LocalScheduler:
+    """Owns the requests of one worker and decides each step."""
+
+    def __init__(self, blocks: BlockManager, limits: SchedulerLimits) -> None:
+        self._blocks = blocks
+        self._limits = limits
+        self._requests: dict[RequestId, LocalRequest] = {}
+        self._waiting: deque[Sequence] = deque()
+        self._prefilling: list[Sequence] = []
+        self._decoding: list[Sequence] = []
+        self._is_step_open = False
+        self.num_steps = 0
+
+    # ---- what comes from outside ---------------------------------------------------------------
+
+    def add(self, new: NewRequest, *, is_remote: bool) -> list[Effect]:
+        """Take a request in to prefill it; another worker decodes it when ``is_remote``."""
+        if new.request_id in self._requests:
+            raise LocalProtocolError(f"request {new.request_id} is here already")
+        request = LocalRequest(new, is_remote)
+        if not self._blocks.can_ever_hold(len(new.prompt) + 1):
+            counts = self._blocks.counts()
+            message = (
+                f"the prompt's {len(new.prompt)} tokens do not fit the worker's KV pool of "
+                f"{counts.total * self._limits.block_size} tokens"
+            )
+            return [RequestBroke(new.request_id, new.gateway_id, ErrorCode.NO_ROOM, message)]
+        request.sequences = [Sequence(request, 0, f"{new.request_id}/0")]
+        self._requests[new.request_id] = request
+        self._waiting.append(request.lead)
+        return []
+
+    def can_reserve(self) -> bool:
+        """Whether a decode side may take more: nothing of its own waits for room."""
+        return not self._waiting
+
+    def add_decoding(
+        self,
+        new: NewRequest,
+        owner: str,
+        first_tokens: SequenceOf[FirstToken],
+        num_cached_tokens: int,
+    ) -> list[Effect]:
+        """Take over a request whose prompt is computed in ``owner``'s blocks.
+
+        ``first_tokens`` are of the choices that go on.
+        """
+        if new.request_id in self._requests:
+            raise LocalProtocolError(f"request {new.request_id} is here already")
+        request = LocalRequest(new, is_remote=False, num_cached_tokens=num_cached_tokens)
+        self._requests[new.request_id] = request
+        self._blocks.set_hold(owner, Hold.REQUEST)
+        request.sequences = [
+            Sequence(request, first.choice, owner if place == 0 else f"{owner}/{first.choice}")
+            for place, first in enumerate(first_tokens)
+        ]
+        for sequence, first in zip(request.sequences, first_tokens, strict=True):
+            sequence.outputs.append(first.token.token_id)
+            sequence.unsent.append(first.token)
+        self._adopt_blocks(request.lead, len(new.prompt))
+        self._publish(request.lead)
+        return self._begin_decode(request)
+
+    def place_locally(self, request_id: RequestId) -> list[Effect]:
+        """Decode here what was to be handed over, as the controller ordered."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return []
+        request.is_remote = False
+        if request.phase is not RequestPhase.SENDING:
+            return []
+        self._blocks.set_hold(request.lead.owner, Hold.REQUEST)
+        return self._begin_decode(request)
+
+    def open_handoff(self, request_id: RequestId) -> None:
+        """From now on a handoff may read the request's blocks."""
+        self._requests[request_id].is_handoff_open = True
+
+    def close_handoff(self, request_id: RequestId, *, was_accepted: bool) -> list[Effect]:
+        """No handoff reads the request's blocks any more."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return []
+        request.is_handoff_open = False
+        if was_accepted:
+            # The decode side reports the end; here only the blocks go.
+            request.phase = RequestPhase.ENDED
+            self._requests.pop(request_id)
+            self._let_go(request)
+            return []
+        return self._settle(request) if request.phase is RequestPhase.ENDED else []
+
+    def cancel(self, request_id: RequestId, choice: int | None) -> list[Effect] | None:
+        """End a request or one choice. Returns None when the request is not here."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return None
+        if choice is None:
+            request.was_cancelled = True
+        elif not request.has_drawn:
+            return []  # the choices are not drawn yet, so none can be complete
+        for sequence in request.sequences:
+            if sequence.finish_reason is None and choice in (None, sequence.choice):
+                self._drop(sequence, FinishReason.CANCELLED)
+        return [] if request.is_live else self._end(request, AbortReason.CANCELLED)
+
+    def fail(self, request_id: RequestId, code: ErrorCode, message: str) -> list[Effect]:
+        """End a request with an error."""
+        request = self._requests.get(request_id)
+        if request is None or request.phase is RequestPhase.ENDED:
+            return []
+        for sequence in request.sequences:
+            self._drop(sequence, FinishReason.CANCELLED)
+        broke = RequestBroke(request_id, request.new.gateway_id, code, message)
+        stop = self._end(request, AbortReason.CANCELLED, is_told=True)
+        return [broke, *stop]
+
+    def find(self, request_id: RequestId) -> LocalRequest | None:
+        """Return the request, if it is here."""
+        return self._requests.get(request_id)
+
+    def request_ids(self) -> tuple[RequestId, ...]:
+        """Return the ids of all requests here."""
+        return tuple(self._requests)
+
+    # ---- one step ------------------------------------------------------------------------------
+
+    def plan(self) -> tuple[StepPlan | None, list[Effect]]:
+        """Decide the next step; None when there is nothing to compute."""
+        if self._is_step_open:
+            raise LocalProtocolError("a step is open already")
+        effects: list[Effect] = []
+        rows = self._plan_decodes(effects)
+        budget = self._limits.max_num_batched_tokens - len(rows)
+        budget = self._plan_prefills(rows, budget)
+        self._admit(rows, budget, effects)
+        if not rows:
+            return None, effects
+        for row in rows:
+            row.sequence.is_in_step = True
+        self._is_step_open = True
+        return StepPlan(tuple(rows)), effects
+
+    def finish_step(self, plan: StepPlan, results: SequenceOf[RowResult]) -> list[Effect]:
+        """Take the step's outcome in: one result per row, in order."""
+        self._is_step_open = False
+        self.num_steps += 1
+        effects: list[Effect] = []
+        for row in plan.rows:
+            row.sequence.is_in_step = False
+        for row, result in zip(plan.rows, results, strict=True):
+            effects += self._finish_row(row, result)
+        return effects
+
+    def load(self, *, num_sending: int, num_receiving: int) -> WorkerLoad:
+        """Count what there is to do."""
+        unfinished = [*self._waiting, *self._prefilling]
+        return WorkerLoad(
+            num_waiting=len(self._waiting),
+            num_prefilling=len(self._prefilling),
+            num_sending=num_sending,
+            num_receiving=num_receiving,
+            num_decoding=len(self._decoding),
+            uncomputed_tokens=sum(sequence.num_uncomputed for sequence in unfinished),
+            num_steps=self.num_steps,
+        )
+
+    # ---- planning ------------------------------------------------------------------------------
+
+    def _plan_decodes(self, effects: list[Effect]) -> list[PlannedRow]:
+        rows: list[PlannedRow] = []
+        limit = min(self._limits.max_num_seqs, self._limits.max_num_batched_tokens)
+        place = 0
+        while place < len(self._decoding) and len(rows) < limit:
+            sequence = self._decoding[place]
+            if self._grow(sequence):
+                rows.append(PlannedRow(sequence, sequence.num_computed, 1, is_last=True))
+                place += 1
+            elif not self._blocks.can_ever_hold(sequence.length):
+                effects += self._finish_sequence(sequence, FinishReason.LENGTH)
+            else:
+                effects.append(self._preempt(self._decoding[-1]))
+        return rows
+
+    def _grow(self, sequence: Sequence) -> bool:
+        if sequence.length <= len(sequence.block_table) * self._limits.block_size:
+            return True
+        if not self._blocks.grow(sequence.owner, sequence.length):
+            return False
+        sequence.block_table = self._blocks.block_ids(sequence.owner)
+        return True
+
+    def _preempt(self, sequence: Sequence) -> Preempted:
+        self._decoding.remove(sequence)
+        self._release(sequence)
+        sequence.num_computed = 0
+        self._waiting.appendleft(sequence)
+        return Preempted(sequence.request.request_id, sequence.choice, sequence.length)
+
+    def _plan_prefills(self, rows: list[PlannedRow], budget: int) -> int:
+        for sequence in self._prefilling:
+            budget -= self._plan_chunk(sequence, rows, budget)
+        return budget
+
+    def _plan_chunk(self, sequence: Sequence, rows: list[PlannedRow], budget: int) -> int:
+        start = sequence.num_computed
+        num_tokens = min(sequence.num_uncomputed, budget)
+        is_last = num_tokens == sequence.num_uncomputed
+        if not is_last:
+            # End on a block border, so that whole blocks can leave while the next chunk computes.
+            num_tokens -= (start + num_tokens) % self._limits.block_size
+        if num_tokens <= 0:
+            return 0
+        rows.append(PlannedRow(sequence, start, num_tokens, is_last))
+        return num_tokens
+
+    def _admit(self, rows: list[PlannedRow], budget: int, effects: list[Effect]) -> None:
+        while self._waiting and budget > 0 and len(rows) < self._limits.max_num_seqs:
+            sequence = self._waiting[0]
+            if not self._acquire(sequence):
+                return
+            self._waiting.popleft()
+            self._prefilling.append(sequence)
+            request = sequence.request
+            if not request.has_drawn:
+                request.phase = RequestPhase.PREFILLING
+                request.num_cached_tokens = sequence.num_computed
+                effects.append(PrefillStarted(request.request_id, sequence.num_computed))
+                effects += self._progress(sequence)
+            budget -= self._plan_chunk(sequence, rows, budget)
+
+    def _acquire(self, sequence: Sequence) -> bool:
+        growth = min(sequence.request.new.params.max_tokens, self._limits.growth_tokens)
+        wanted = sequence.length + (0 if sequence.request.is_remote else growth)
+        capacity = wanted if self._blocks.can_ever_hold(wanted) else sequence.length
+        acquired = self._blocks.acquire(
+            sequence.owner,
+            sequence.tokens(0, sequence.length),
+            hold=Hold.REQUEST,
+            max_cached_tokens=sequence.length - 1,
+            capacity_tokens=capacity,
+        )
+        if acquired is None:
+            return False
+        self._adopt_blocks(sequence, acquired.num_cached_tokens)
+        sequence.num_published = acquired.num_cached_tokens // self._limits.block_size
+        return True
+
+    def _adopt_blocks(self, sequence: Sequence, num_computed: int) -> None:
+        sequence.block_table = self._blocks.block_ids(sequence.owner)
+        sequence.num_computed = num_computed
+
+    # ---- outcomes ------------------------------------------------------------------------------
+
+    def _finish_row(self, row: PlannedRow, result: RowResult) -> list[Effect]:
+        sequence = row.sequence
+        request = sequence.request
+        if request.phase is RequestPhase.ENDED:
+            return self._settle(request)
+        if sequence.finish_reason is not None:
+            self._release(sequence)
+            return []
+        if isinstance(result, RowFailed):
+            return self.fail(request.request_id, ErrorCode.INTERNAL, result.message)
+        sequence.num_computed += row.num_tokens
+        self._publish(sequence)
+        if not row.is_last:
+            return self._progress(sequence)
+        if not request.has_drawn:
+            return self._finish_prompt(request, result)
+        if sequence in self._prefilling:
+            self._prefilling.remove(sequence)
+            self._decoding.append(sequence)
+        return self._draw(sequence, result[0])
+
+    def _progress(self, sequence: Sequence) -> list[Effect]:
+        request = sequence.request
+        num_blocks = sequence.num_computed // self._limits.block_size
+        if request.has_drawn or not request.is_remote or num_blocks == 0:
+            return []
+        return [PromptProgressed(request.request_id, num_blocks)]
+
+    def _publish(self, sequence: Sequence) -> None:
+        num_full = sequence.num_computed // self._limits.block_size
+        if num_full > sequence.num_published:
+            self._blocks.publish(sequence.owner, sequence.tokens(0, sequence.num_computed))
+            sequence.num_published = num_full
+
+    def _finish_prompt(
+        self, request: LocalRequest, tokens: tuple[SampledToken, ...]
+    ) -> list[Effect]:
+        """The prompt is whole: split into choices, each with its first token."""
+        request.has_drawn = True
+        lead = request.lead
+        self._prefilling.remove(lead)
+        request.sequences += [
+            Sequence(request, choice, f"{request.request_id}/{choice}")
+            for choice in range(1, len(tokens))
+        ]
+        effects: list[Effect] = []
+        for sequence, token in zip(request.sequences, tokens, strict=True):
+            sequence.outputs.append(token.token_id)
+            sequence.unsent.append(token)
+            sequence.finish_reason = self._finish_reason(sequence)
+            effects.append(self._emit(sequence))
+        going_on = [s for s in request.sequences if s.finish_reason is None]
+        if not going_on:
+            return effects + self._end(request, AbortReason.NOT_NEEDED)
+        if not request.is_remote:
+            return effects + self._begin_decode(request)
+        request.phase = RequestPhase.SENDING
+        self._blocks.set_hold(lead.owner, Hold.TRANSFER)
+        firsts = tuple(
+            FirstToken(choice=s.choice, token=token)
+            for s, token in zip(request.sequences, tokens, strict=True)
+            if s.finish_reason is None
+        )
+        effects.append(PromptComputed(request.request_id, firsts, request.num_cached_tokens))
+        return effects
+
+    def _begin_decode(self, request: LocalRequest) -> list[Effect]:
+        """Give every choice that goes on its own tail of the prompt's blocks."""
+        request.phase = RequestPhase.DECODING
+        request.has_drawn = True
+        lead = request.lead
+        num_prompt = len(request.new.prompt)
+        effects: list[Effect] = []
+        for sequence in request.sequences:
+            if sequence.finish_reason is not None:
+                continue
+            if sequence is lead:
+                self._decoding.append(sequence)
+                continue
+            copies = self._blocks.fork(lead.owner, sequence.owner, num_prompt)
+            if copies is None:
+                self._waiting.append(sequence)
+                continue
+            if copies:
+                effects.append(CopyBlocks(copies))
+            self._adopt_blocks(sequence, num_prompt)
+            sequence.num_published = num_prompt // self._limits.block_size
+            self._decoding.append(sequence)
+        if lead.finish_reason is not None:
+            self._release(lead)
+        return effects
+
+    def _draw(self, sequence: Sequence, token: SampledToken) -> list[Effect]:
+        sequence.outputs.append(token.token_id)
+        sequence.unsent.append(token)
+        reason = self._finish_reason(sequence)
+        if reason is None:
+            return [self._emit(sequence)]
+        return self._finish_sequence(sequence, reason)
+
+    def _finish_reason(self, sequence: Sequence) -> FinishReason | None:
+        params = sequence.request.new.params
+        last = sequence.outputs[-1]
+        if len(sequence.outputs) > params.min_tokens:
+            if last in params.stop_token_ids:
+                return FinishReason.STOP
+            if last in params.eos_token_ids and not params.ignore_eos:
+                return FinishReason.STOP
+        if len(sequence.outputs) >= params.max_tokens:
+            return FinishReason.LENGTH
+        return None
+
+    def _finish_sequence(self, sequence: Sequence, reason: FinishReason) -> list[Effect]:
+        self._drop(sequence, reason)
+        effects: list[Effect] = [self._emit(sequence)]
+        if not sequence.request.is_live:
+            effects += self._end(sequence.request, AbortReason.NOT_NEEDED)
+        return effects
+
+    def _emit(self, sequence: Sequence) -> EmitTokens:
+        tokens = tuple(sequence.unsent)
+        sequence.unsent.clear()
+        request = sequence.request
+        index = len(sequence.outputs) - len(tokens)
+        delta = TokenDelta(
+            request_id=request.request_id,
+            choice=sequence.choice,
+            index=index,
+            tokens=tokens,
+            finish_reason=sequence.finish_reason,
+            num_cached_tokens=request.num_cached_tokens if index == 0 else None,
+        )
+        return EmitTokens(request.new.gateway_id, delta)
+
+    # ---- letting go ----------------------------------------------------------------------------
+
+    def _drop(self, sequence: Sequence, reason: FinishReason) -> None:
+        """Take a sequence out of every queue; its blocks go unless something reads them."""
+        sequence.finish_reason = sequence.finish_reason or reason
+        for queue in (self._waiting, self._prefilling, self._decoding):
+            if sequence in queue:
+                queue.remove(sequence)
+        if sequence.is_in_step or sequence.request.is_handoff_open:
+            return
+        if sequence.request.phase is not RequestPhase.SENDING:
+            self._release(sequence)
+
+    def _end(
+        self, request: LocalRequest, reason: AbortReason, *, is_told: bool = False
+    ) -> list[Effect]:
+        request.phase = RequestPhase.ENDED
+        effects: list[Effect] = []
+        if request.is_handoff_open:
+            effects.append(StopHandoff(request.request_id, reason))
+        if is_told:
+            # The failure was told; only the blocks are still to go.
+            request.was_cancelled = True
+        return effects + self._settle(request, is_told=is_told)
+
+    def _settle(self, request: LocalRequest, *, is_told: bool = False) -> list[Effect]:
+        """Let an ended request's blocks go once neither a step nor a handoff reads them."""
+        if request.is_handoff_open or any(s.is_in_step for s in request.sequences):
+            return []
+        if self._requests.pop(request.request_id, None) is None:
+            return []
+        self._let_go(request)
+        return [] if is_told else [RequestEnded(request.request_id, request.was_cancelled)]
+
+    def _let_go(self, request: LocalRequest) -> None:
+        for sequence in request.sequences:
+            self._release(sequence)
+
+    def _release(self, sequence: Sequence) -> None:
+        if self._blocks.is_held(sequence.owner):
+            self._blocks.release(sequence.owner)
+        sequence.block_table = ()
+        sequence.num_published = 0

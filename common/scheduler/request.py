@@ -1,0 +1,101 @@
+"""A request and its sequences as one worker sees them."""
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from common.ids import GatewayId, RequestId
+from common.sampling import FinishReason, SampledToken, SamplingParams
+
+
+class RequestPhase(StrEnum):
+    """Where a request stands on this worker."""
+
+    WAITING = "waiting"
+    PREFILLING = "prefilling"
+    SENDING = "sending"
+    DECODING = "decoding"
+    ENDED = "ended"
+
+
+@dataclass(frozen=True, slots=True)
+class NewRequest:
+    """What a worker is told of a request. ``prompt`` are its token ids."""
+
+    request_id: RequestId
+    gateway_id: GatewayId
+    tokens_endpoint: str
+    params: SamplingParams
+    prompt: SequenceOf[int]
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One choice of a request: the prompt and what was drawn after it.
+
+    Positions ``0 .. num_computed - 1`` have K and V in the pool, in the blocks of ``owner``.
+    ``unsent`` are drawn tokens that have not gone to the gateway yet.
+    """
+
+    request: "LocalRequest"
+    choice: int
+    owner: str
+    outputs: list[int] = field(default_factory=list)
+    unsent: list[SampledToken] = field(default_factory=list)
+    num_computed: int = 0
+    num_published: int = 0
+    block_table: tuple[int, ...] = ()
+    is_in_step: bool = False
+    finish_reason: FinishReason | None = None
+
+    @property
+    def length(self) -> int:
+        """Tokens of prompt and output."""
+        return len(self.request.new.prompt) + len(self.outputs)
+
+    @property
+    def num_uncomputed(self) -> int:
+        """Tokens whose K and V are still to be computed; 1 while decoding."""
+        return self.length - self.num_computed
+
+    def tokens(self, start: int, end: int) -> list[int]:
+        """Return the token ids at positions ``start .. end - 1``."""
+        prompt = self.request.new.prompt
+        num_prompt = len(prompt)
+        part = list(prompt[start:end])
+        if end > num_prompt:
+            part += self.outputs[max(0, start - num_prompt) : end - num_prompt]
+        return part
+
+
+@dataclass(slots=True, eq=False)
+class LocalRequest:
+    """One request on this worker.
+
+    ``is_remote`` says that another worker decodes it. ``is_handoff_open`` holds its blocks while a
+    handoff may still read them, whatever else happens to the request.
+    """
+
+    new: NewRequest
+    is_remote: bool
+    phase: RequestPhase = RequestPhase.WAITING
+    sequences: list[Sequence] = field(default_factory=list)
+    num_cached_tokens: int = 0
+    is_handoff_open: bool = False
+    has_drawn: bool = False
+    was_cancelled: bool = False
+
+    @property
+    def request_id(self) -> RequestId:
+        """The request's id."""
+        return self.new.request_id
+
+    @property
+    def lead(self) -> Sequence:
+        """The sequence that computes the prompt for all choices."""
+        return self.sequences[0]
+
+    @property
+    def is_live(self) -> bool:
+        """Whether any choice goes on."""
+        return any(sequence.finish_reason is None for sequence in self.sequences)
