@@ -1,0 +1,1 @@
+"""Moving KV blocks between pools: one interface, a backend for each kind of link."""
