@@ -65,6 +65,7 @@ asan: setup
 	@bash native/sanitize/run.sh $(NATIVE_TESTS) $(ARGS)
 
 setup: $(STAMPS)/native
+	@:
 
 $(STAMPS)/venv:
 	@$(SETUP) venv

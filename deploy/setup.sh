@@ -30,7 +30,7 @@ run() {
         return
     fi
     printf 'failed after %d s\n' $((SECONDS - started))
-    tail -n 25 "$LOG" >&2
+    tail -n 40 "$LOG" >&2
     fail "$title failed; the whole output is in $LOG" "$advice"
 }
 

@@ -1,3 +1,4 @@
+# ruff: noqa: INP001  # a pytest plugin beside its script, found by PYTHONPATH
 """A pytest plugin that puts the sanitized build of ``flowpath_native`` in place of the installed.
 
 The editable install finds its own build first, whatever the import path, so the module is loaded
