@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from common.errors import InvariantViolationError, LocalProtocolError
 
-TokenIds = Sequence[int] | NDArray[np.int32]
+TokenIds = Sequence[int] | NDArray[np.integer]
 
 HASH_BYTES = 16
 
