@@ -208,17 +208,13 @@ class FreeBlocks:
     """Nothing writes into or reads from the transfer's blocks: let them go."""
 
 
-class Outcome:
-    """How a handoff ended, for its worker."""
-
-
 @dataclass(frozen=True, slots=True)
-class HandedOver(Outcome):
+class HandedOver:
     """The decode side owns the request."""
 
 
 @dataclass(frozen=True, slots=True)
-class Refused(Outcome):
+class Refused:
     """The decode side has no room or will not; another may."""
 
     code: ErrorCode
@@ -226,7 +222,7 @@ class Refused(Outcome):
 
 
 @dataclass(frozen=True, slots=True)
-class Aborted(Outcome):
+class Aborted:
     """One side ended it on purpose."""
 
     reason: AbortReason
@@ -234,17 +230,21 @@ class Aborted(Outcome):
 
 
 @dataclass(frozen=True, slots=True)
-class PeerGone(Outcome):
+class PeerGone:
     """The peer died or left, or its lease ran out."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class Failed(Outcome):
+class Failed:
     """The bytes could not be moved right."""
 
     message: str
+
+
+Outcome = HandedOver | Refused | Aborted | PeerGone | Failed
+"""How a handoff ended, for its worker."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -169,7 +169,7 @@ class HandoffReceiver:
         self.validate()
         return effects
 
-    def _apply(  # noqa: C901, PLR0911, PLR0912  # one case per event
+    def _apply(  # noqa: C901, PLR0911  # one case per event
         self, event: ReceiverEvent
     ) -> list[ReceiverEffect]:
         match event:

@@ -30,6 +30,8 @@ In = TypeVar("In")
 
 log = structlog.get_logger()
 
+Context = zmq.Context[zmq.Socket[bytes]]
+
 
 class Identity:
     """Who we are in envelopes: name, epoch and role generation, and the running number."""
@@ -45,7 +47,7 @@ class Identity:
         return Envelope(self.name, self.epoch, self.role_generation, next(self._sequence), cause)
 
 
-def new_context() -> zmq.Context[zmq.Socket[bytes]]:
+def new_context() -> Context:
     """Return a context for one process; end it with ``context.destroy(linger=0)``."""
     return zmq.Context()
 
@@ -67,9 +69,7 @@ class _Wire:
     receive; so every send looks for waiting messages itself.
     """
 
-    def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], kind: int, channel: Channel
-    ) -> None:
+    def __init__(self, context: Context, kind: int, channel: Channel) -> None:
         self.socket: zmq.Socket[bytes] = context.socket(kind)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.setsockopt(zmq.SNDHWM, channel.high_water_mark)
@@ -129,7 +129,7 @@ class DealerLink(Generic[Out, In]):
 
     def __init__(
         self,
-        context: zmq.Context[zmq.Socket[bytes]],
+        context: Context,
         channel: Channel,
         endpoint: str,
         identity: Identity,
@@ -178,7 +178,7 @@ class RouterHub(Generic[Out, In]):
 
     def __init__(
         self,
-        context: zmq.Context[zmq.Socket[bytes]],
+        context: Context,
         channel: Channel,
         endpoint: str,
         identity: Identity,

@@ -1,0 +1,109 @@
+"""The worker's side of the control channel: registration, heartbeats, orders."""
+
+import asyncio
+from collections.abc import Callable
+from time import monotonic
+
+import structlog
+
+from common.errors import ConfigError
+from common.messages.control import (
+    Cancel,
+    ControllerToWorker,
+    Fenced,
+    Goodbye,
+    Heartbeat,
+    HeartbeatAnswered,
+    HelloRefused,
+    HelloRequested,
+    PeerJoined,
+    PeerLeft,
+    PlaceDecode,
+    PlaceRequest,
+    WorkerAccepted,
+    WorkerHello,
+    WorkerToController,
+)
+from common.transport.sockets import DealerLink
+
+log = structlog.get_logger()
+
+HELLO_RETRY_SECONDS = 1.0
+
+Order = PlaceRequest | PlaceDecode | Cancel | PeerJoined | PeerLeft | WorkerAccepted
+
+
+class WasFenced(Exception):  # noqa: N818  # an outcome, not an error
+    """The controller declared this incarnation dead; a new one must begin."""
+
+
+class ControlLink:
+    """Keeps the worker registered and hands the controller's orders on."""
+
+    def __init__(
+        self,
+        link: DealerLink[WorkerToController, ControllerToWorker],
+        hello: WorkerHello,
+        heartbeat: Callable[[], Heartbeat],
+        on_order: Callable[[Order, tuple[bytes, ...]], None],
+    ) -> None:
+        self._link = link
+        self._hello = hello
+        self._heartbeat = heartbeat
+        self._on_order = on_order
+        self._heartbeat_seconds = HELLO_RETRY_SECONDS
+        self._is_registered = False
+        self._accepted = asyncio.Event()
+        self._answered_at = monotonic()
+
+    def send(self, message: WorkerToController, cause: str) -> None:
+        """Report to the controller."""
+        if not self._link.try_send(message, cause):
+            log.error("control_queue_full", message=type(message).__name__)
+
+    async def receive(self) -> None:
+        """Take orders until the socket is closed.
+
+        Raises ConfigError when the controller refuses this worker, WasFenced when it fences it.
+        """
+        async for received in self._link.received():
+            message = received.message
+            match message:
+                case WorkerAccepted():
+                    self._is_registered = True
+                    self._heartbeat_seconds = message.heartbeat_seconds
+                    self._accepted.set()
+                    log.info("registered", role=message.role, num_peers=len(message.peers))
+                    self._on_order(message, ())
+                case HelloRefused():
+                    raise ConfigError(
+                        f"the controller refused this worker: {message.field} is "
+                        f"{message.actual}, expected {message.expected}: {message.message}"
+                    )
+                case HelloRequested():
+                    if message.epoch == self._hello.peer.epoch:
+                        self._link.try_send(self._hello, "hello requested")
+                case Fenced():
+                    if message.epoch == self._hello.peer.epoch:
+                        raise WasFenced(message.message)
+                case HeartbeatAnswered():
+                    self._answered_at = monotonic()
+                case PlaceRequest() | PlaceDecode() | Cancel() | PeerJoined() | PeerLeft():
+                    self._on_order(message, received.payload)
+
+    async def beat(self) -> None:
+        """Say hello until accepted, then send heartbeats for ever."""
+        while not self._is_registered:
+            self._link.try_send(self._hello, "start")
+            try:
+                async with asyncio.timeout(HELLO_RETRY_SECONDS):
+                    await self._accepted.wait()
+            except TimeoutError:
+                log.info("waiting_for_controller", endpoint=self._link.endpoint)
+        while True:
+            self._link.try_send(self._heartbeat(), "heartbeat")
+            await asyncio.sleep(self._heartbeat_seconds)
+
+    def leave(self, reason: str) -> None:
+        """Say goodbye."""
+        self._link.try_send(Goodbye(reason=reason), "stop")

@@ -1,0 +1,418 @@
+"""The decode side of all handoffs of a worker: reservations, verification, take-over."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from time import monotonic
+
+import numpy as np
+import structlog
+
+from common.errors import ErrorCode, ProtocolError, RemoteProtocolError
+from common.handoff.events import (
+    AbortedReceived,
+    AbortReceived,
+    CancelRequested,
+    CommitReceived,
+    Ended,
+    FreeBlocks,
+    PeerLost,
+    ReceiverEffect,
+    ReceiverEvent,
+    ReleaseReceived,
+    ReserveRepeated,
+    SendAbort,
+    SendAccepted,
+    SendCommitRefused,
+    SendReserved,
+    StartDecode,
+    StartVerify,
+    Verified,
+    VerifyFailed,
+)
+from common.handoff.receiver import HandoffReceiver, ReceiverPhase
+from common.ids import Epoch, RequestId, TransferId, WorkerId
+from common.kv.blocks import BlockManager, Hold
+from common.messages.codec import Received
+from common.messages.fields import PeerInfo
+from common.messages.handoff import (
+    Abort,
+    Aborted,
+    AbortReason,
+    Accepted,
+    Commit,
+    CommitRefused,
+    DecodeToPrefill,
+    FirstToken,
+    LeasesRenewed,
+    PairAccepted,
+    PairRefused,
+    PairRequest,
+    PrefillToDecode,
+    Release,
+    RenewLeases,
+    Reserve,
+    Reserved,
+    ReserveRefused,
+)
+from common.scheduler.request import NewRequest
+from common.transfer.selection import TransportRefused, select_transport
+from common.transfer.verify import verify_blocks
+from common.transport.sockets import RouterHub
+from common.worker.payload import pack_ids, unpack_checksums, unpack_ids
+from common.worker.setup import HandoffSetup
+
+log = structlog.get_logger()
+
+MAX_TOKEN_ID = 2**31 - 1
+
+Peer = tuple[str, Epoch]
+
+
+@dataclass(slots=True, eq=False)
+class _Transfer:
+    transfer_id: TransferId
+    peer: Peer
+    new: NewRequest
+    machine: HandoffReceiver
+    block_ids: tuple[int, ...]
+    num_cached_blocks: int
+    cancelled_choices: set[int] = field(default_factory=set)
+
+
+@dataclass(frozen=True, slots=True)
+class TakenOver:
+    """A verified request whose blocks are held under ``owner``; these choices go on."""
+
+    new: NewRequest
+    owner: str
+    first_tokens: tuple[FirstToken, ...]
+    num_cached_tokens: int
+    seconds_since_prefill: float
+
+
+class InboundHandoffs:
+    """Holds blocks for prefill sides and takes their requests over. Lives in the worker's loop."""
+
+    def __init__(
+        self,
+        setup: HandoffSetup,
+        hub: RouterHub[DecodeToPrefill, PrefillToDecode],
+        blocks: BlockManager,
+        why_refuse: Callable[[], tuple[ErrorCode, str] | None],
+        on_taken_over: Callable[[TakenOver], None],
+        on_dropped: Callable[[RequestId], None],
+    ) -> None:
+        self._setup = setup
+        self._hub = hub
+        self._blocks = blocks
+        self._why_refuse = why_refuse
+        self._on_taken_over = on_taken_over
+        self._on_dropped = on_dropped
+        self._paired: dict[str, Epoch] = {}
+        self._transfers: dict[TransferId, _Transfer] = {}
+
+    async def serve(self) -> None:
+        """Answer prefill sides until the socket is closed."""
+        async for received in self._hub.received():
+            try:
+                self._receive(received)
+            except ProtocolError as error:
+                log.error(
+                    "handoff_protocol_error", peer=received.envelope.sender, reason=str(error)
+                )
+
+    def cancel(self, request_id: RequestId, choice: int | None) -> bool:
+        """Cancel a request, or one choice of it, that is not decoding yet.
+
+        Returns whether it is here.
+        """
+        for transfer in list(self._transfers.values()):
+            owned = transfer.machine.phase is ReceiverPhase.ACCEPTED
+            if transfer.new.request_id != request_id or owned:
+                continue
+            if choice is None:
+                self._handle(transfer, CancelRequested(AbortReason.CANCELLED))
+            else:
+                transfer.cancelled_choices.add(choice)
+            return True
+        return False
+
+    def peer_left(self, worker_id: WorkerId, epoch: Epoch, reason: str) -> None:
+        """End every handoff with a dead or departed incarnation."""
+        if self._paired.get(worker_id) == epoch:
+            del self._paired[worker_id]
+        for transfer in [t for t in self._transfers.values() if t.peer == (worker_id, epoch)]:
+            self._handle(transfer, PeerLost(f"prefill worker {worker_id} {reason}"))
+
+    def stop_all(self, reason: AbortReason) -> None:
+        """End every handoff that is not accepted yet."""
+        for transfer in list(self._transfers.values()):
+            self._handle(transfer, CancelRequested(reason))
+
+    def tick(self, now: float) -> None:
+        """Notice expired leases."""
+        for transfer in list(self._transfers.values()):
+            self._execute(transfer, transfer.machine.tick(now))
+
+    @property
+    def num_open(self) -> int:
+        """Handoffs whose blocks are held for a prefill side."""
+        return sum(
+            1 for t in self._transfers.values() if t.machine.phase is not ReceiverPhase.ACCEPTED
+        )
+
+    # ---- messages --------------------------------------------------------------------------------
+
+    def _receive(self, received: Received[PrefillToDecode]) -> None:
+        message = received.message
+        peer = (received.envelope.sender, received.envelope.epoch)
+        if not isinstance(message, PairRequest) and self._paired.get(peer[0]) != peer[1]:
+            self._refuse_stranger(peer, message)
+            return
+        match message:
+            case PairRequest():
+                self._pair(peer, message)
+            case Reserve():
+                self._reserve(peer, message, received.payload)
+            case Commit():
+                self._commit(peer, message, received.payload)
+            case Release():
+                self._to_machine(peer, message.transfer_id, ReleaseReceived())
+            case Abort():
+                self._to_machine(peer, message.transfer_id, AbortReceived(message.reason))
+            case Aborted():
+                self._to_machine(peer, message.transfer_id, AbortedReceived())
+            case RenewLeases():
+                self._renew(peer, message)
+
+    def _refuse_stranger(self, peer: Peer, message: PrefillToDecode) -> None:
+        log.warning("message_refused", peer=peer[0], reason="not paired with this incarnation")
+        if isinstance(message, Reserve):
+            refused = ReserveRefused(
+                transfer_id=message.transfer_id,
+                code=ErrorCode.TRANSFER_FAILED,
+                message="not paired with this incarnation",
+            )
+            self._hub.try_send(peer, refused, message.request_id)
+
+    def _pair(self, peer: Peer, request: PairRequest) -> None:
+        refused = self._why_not_pair(request)
+        if refused is not None:
+            log.error("pairing_refused", peer=peer[0], field=refused.field, actual=refused.actual)
+            self._hub.try_send(peer, refused, "pairing")
+            return
+        before = self._paired.get(peer[0])
+        if before is not None and before != peer[1]:
+            self.peer_left(WorkerId(peer[0]), before, "was replaced by a new incarnation")
+        self._paired[peer[0]] = peer[1]
+        accepted = PairAccepted(
+            epoch=self._setup.self_info.epoch,
+            transport="shm",
+            pool=self._setup.pool.handle(),
+            lease_seconds=self._setup.lease_seconds,
+        )
+        self._hub.try_send(peer, accepted, "pairing")
+
+    def _why_not_pair(self, request: PairRequest) -> PairRefused | None:
+        mine: PeerInfo = self._setup.self_info
+        for name, expected, actual in (
+            ("model_fingerprint", self._setup.model_fingerprint, request.model_fingerprint),
+            ("layout_fingerprint", mine.layout_fingerprint, request.peer.layout_fingerprint),
+        ):
+            if expected != actual:
+                return PairRefused(field=name, expected=expected, actual=actual)
+        choice = select_transport(mine, request.peer)
+        if isinstance(choice, TransportRefused):
+            return PairRefused(field=choice.field, expected=choice.expected, actual=choice.actual)
+        return None
+
+    def _reserve(self, peer: Peer, message: Reserve, payload: tuple[bytes, ...]) -> None:
+        held = self._transfers.get(message.transfer_id)
+        if held is not None:
+            if held.peer == peer:
+                self._handle(held, ReserveRepeated())
+            return
+        prompt = unpack_ids(payload, message.num_prompt_tokens, MAX_TOKEN_ID)
+        refusal = self._why_refuse()
+        acquired = None
+        if refusal is None:
+            acquired = self._blocks.acquire(
+                message.transfer_id,
+                prompt,
+                hold=Hold.TRANSFER,
+                max_cached_tokens=len(prompt),
+                capacity_tokens=len(prompt)
+                + min(message.params.max_tokens, self._setup.growth_tokens),
+            )
+            refusal = (ErrorCode.NO_ROOM, f"no {len(prompt)} tokens of KV memory are free")
+        if acquired is None:
+            refused = ReserveRefused(
+                transfer_id=message.transfer_id, code=refusal[0], message=refusal[1]
+            )
+            log.info("reserve_refused", request_id=message.request_id, reason=refusal[1])
+            self._hub.try_send(peer, refused, message.request_id)
+            return
+        new = NewRequest(
+            message.request_id,
+            message.gateway_id,
+            message.tokens_endpoint,
+            message.params,
+            prompt,
+        )
+        transfer = _Transfer(
+            message.transfer_id,
+            peer,
+            new,
+            HandoffReceiver(monotonic() + self._setup.lease_seconds),
+            acquired.block_ids[: -(-len(prompt) // self._setup.block_size)],
+            acquired.num_cached_tokens // self._setup.block_size,
+        )
+        self._transfers[transfer.transfer_id] = transfer
+        log.info(
+            "reserved",
+            request_id=message.request_id,
+            transfer_id=message.transfer_id,
+            num_blocks=len(transfer.block_ids),
+            num_cached_blocks=transfer.num_cached_blocks,
+        )
+        self._send_reserved(transfer)
+
+    def _commit(self, peer: Peer, message: Commit, payload: tuple[bytes, ...]) -> None:
+        transfer = self._transfers.get(message.transfer_id)
+        if transfer is None or transfer.peer != peer:
+            unknown = Abort(transfer_id=message.transfer_id, reason=AbortReason.UNKNOWN_TRANSFER)
+            self._hub.try_send(peer, unknown, message.transfer_id)
+            return
+        num_written = len(transfer.block_ids) - transfer.num_cached_blocks
+        if message.num_tokens != len(transfer.new.prompt):
+            raise RemoteProtocolError(
+                f"commit of {message.num_tokens} tokens; {len(transfer.new.prompt)} reserved"
+            )
+        event = CommitReceived(
+            message.first_tokens,
+            message.num_cached_tokens,
+            message.prefill_done_at,
+            unpack_checksums(payload, num_written),
+        )
+        self._handle(transfer, event)
+
+    def _renew(self, peer: Peer, message: RenewLeases) -> None:
+        """Renew what the peer names; what it no longer names, it no longer writes into."""
+        deadline = monotonic() + self._setup.lease_seconds
+        alive = set(message.transfer_ids)
+        known: list[TransferId] = []
+        for transfer in [t for t in self._transfers.values() if t.peer == peer]:
+            if transfer.transfer_id in alive:
+                known.append(transfer.transfer_id)
+                transfer.machine.renew(deadline)
+            elif transfer.machine.phase is ReceiverPhase.DRAINING:
+                self._handle(transfer, AbortedReceived())
+            elif transfer.machine.phase is ReceiverPhase.ACCEPTED:
+                self._handle(transfer, ReleaseReceived())
+            elif transfer.machine.phase is ReceiverPhase.RESERVED:
+                self._handle(transfer, AbortReceived(AbortReason.UNKNOWN_TRANSFER))
+        answer = LeasesRenewed(
+            transfer_ids=tuple(known), unknown_ids=tuple(alive.difference(known))
+        )
+        self._hub.try_send(peer, answer, "leases")
+
+    # ---- machines --------------------------------------------------------------------------------
+
+    def _to_machine(self, peer: Peer, transfer_id: TransferId, event: ReceiverEvent) -> None:
+        transfer = self._transfers.get(transfer_id)
+        if transfer is not None and transfer.peer == peer:
+            self._handle(transfer, event)
+
+    def _handle(self, transfer: _Transfer, event: ReceiverEvent) -> None:
+        self._execute(transfer, transfer.machine.handle(event))
+
+    def _execute(self, transfer: _Transfer, effects: Sequence[ReceiverEffect]) -> None:
+        transfer_id = transfer.transfer_id
+        for effect in effects:
+            match effect:
+                case SendReserved():
+                    self._send_reserved(transfer)
+                case StartVerify(checksums):
+                    self._setup.tasks.create_task(
+                        self._verify(transfer, checksums), name=f"verify {transfer_id}"
+                    )
+                case SendAccepted():
+                    self._send(transfer, Accepted(transfer_id=transfer_id))
+                case SendCommitRefused(block_index):
+                    refused = CommitRefused(
+                        transfer_id=transfer_id,
+                        block_index=block_index,
+                        message="its checksum is not the one that was committed",
+                    )
+                    self._send(transfer, refused)
+                case SendAbort(reason):
+                    self._send(transfer, Abort(transfer_id=transfer_id, reason=reason))
+                case StartDecode(commit):
+                    self._take_over(transfer, commit)
+                case FreeBlocks():
+                    self._blocks.release(transfer_id)
+                case Ended(outcome):
+                    self._ended(transfer, type(outcome).__name__, str(outcome))
+
+    async def _verify(self, transfer: _Transfer, checksums: tuple[int, ...]) -> None:
+        loop = asyncio.get_running_loop()
+        written = transfer.block_ids[transfer.num_cached_blocks :]
+        expected = np.array(checksums, dtype=np.uint64)
+        wrong = await loop.run_in_executor(
+            self._setup.copier, verify_blocks, self._setup.pool, written, expected
+        )
+        if wrong is None:
+            self._handle(transfer, Verified())
+            return
+        place = wrong + transfer.num_cached_blocks
+        log.error(
+            "block_damaged",
+            request_id=transfer.new.request_id,
+            transfer_id=transfer.transfer_id,
+            block_index=place,
+        )
+        self._handle(transfer, VerifyFailed(place))
+
+    def _take_over(self, transfer: _Transfer, commit: CommitReceived) -> None:
+        going_on = tuple(
+            first for first in commit.first_tokens if first.choice not in transfer.cancelled_choices
+        )
+        seconds = monotonic() - commit.prefill_done_at
+        log.info(
+            "handoff_accepted",
+            request_id=transfer.new.request_id,
+            transfer_id=transfer.transfer_id,
+            prefill_worker=transfer.peer[0],
+            seconds_since_prefill=round(seconds, 6),
+        )
+        taken = TakenOver(
+            transfer.new, transfer.transfer_id, going_on, commit.num_cached_tokens, seconds
+        )
+        self._on_taken_over(taken)
+
+    def _ended(self, transfer: _Transfer, outcome: str, detail: str) -> None:
+        del self._transfers[transfer.transfer_id]
+        log.info(
+            "handoff_closed",
+            request_id=transfer.new.request_id,
+            transfer_id=transfer.transfer_id,
+            prefill_worker=transfer.peer[0],
+            outcome=outcome,
+            detail=detail,
+        )
+        if outcome != "HandedOver":
+            self._on_dropped(transfer.new.request_id)
+
+    def _send_reserved(self, transfer: _Transfer) -> None:
+        reserved = Reserved(
+            transfer_id=transfer.transfer_id, num_cached_blocks=transfer.num_cached_blocks
+        )
+        self._send(transfer, reserved, (pack_ids(transfer.block_ids),))
+
+    def _send(
+        self, transfer: _Transfer, message: DecodeToPrefill, payload: tuple[bytes, ...] = ()
+    ) -> None:
+        if not self._hub.try_send(transfer.peer, message, transfer.new.request_id, payload):
+            # The lease ends what this answer would have moved on.
+            log.warning("handoff_answer_lost", transfer_id=transfer.transfer_id)

@@ -1,0 +1,423 @@
+"""The prefill side of all handoffs of a worker: peers, their mapped pools, transfers."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from time import monotonic
+
+import structlog
+
+from common.errors import ErrorCode, ProtocolError, RemoteProtocolError, TransferError
+from common.handoff.events import (
+    AbortReceived,
+    AcceptedReceived,
+    BlocksComputed,
+    CancelRequested,
+    CommitRefusedReceived,
+    Ended,
+    Outcome,
+    PeerLost,
+    PrefillFinished,
+    ReservedReceived,
+    ReserveRefusedReceived,
+    SendAbort,
+    SendAborted,
+    SendCommit,
+    SenderEffect,
+    SenderEvent,
+    SendRelease,
+    StartWrite,
+    WriteFailed,
+    WriteFinished,
+)
+from common.handoff.sender import HandoffSender, SenderPhase
+from common.ids import Epoch, RequestId, TransferId, WorkerId, new_transfer_id
+from common.messages.codec import Received
+from common.messages.fields import PeerInfo
+from common.messages.handoff import (
+    Abort,
+    Aborted,
+    AbortReason,
+    Accepted,
+    Commit,
+    CommitRefused,
+    DecodeToPrefill,
+    LeasesRenewed,
+    PairAccepted,
+    PairRefused,
+    PairRequest,
+    PrefillToDecode,
+    Release,
+    RenewLeases,
+    Reserve,
+    Reserved,
+    ReserveRefused,
+)
+from common.scheduler.request import LocalRequest
+from common.transfer.backend import PeerLink, TransferBackend
+from common.transport.sockets import DealerLink
+from common.worker.payload import pack_checksums, pack_ids, unpack_ids
+from common.worker.setup import HandoffSetup
+
+log = structlog.get_logger()
+
+Connect = Callable[[str], DealerLink[PrefillToDecode, DecodeToPrefill]]
+OnEnded = Callable[[RequestId, WorkerId, Outcome], None]
+
+
+@dataclass(slots=True, eq=False)
+class _Peer:
+    info: PeerInfo
+    link: DealerLink[PrefillToDecode, DecodeToPrefill]
+    lease_seconds: float
+    pool: PeerLink | None = None
+    num_pool_blocks: int = 0
+    is_gone: bool = False
+    unsent: list["_Transfer"] = field(default_factory=list)
+    num_writes: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Transfer:
+    transfer_id: TransferId
+    request: LocalRequest
+    peer: _Peer
+    machine: HandoffSender
+    source_ids: tuple[int, ...]
+    num_bytes: int = 0
+    num_calls: int = 0
+    write_seconds: float = 0.0
+
+
+class OutboundHandoffs:
+    """Reserves, writes and commits at decode sides. Lives in the worker's loop."""
+
+    def __init__(
+        self,
+        setup: HandoffSetup,
+        backend: TransferBackend,
+        connect: Connect,
+        on_ended: OnEnded,
+    ) -> None:
+        self._setup = setup
+        self._backend = backend
+        self._connect = connect
+        self._on_ended = on_ended
+        self._peers: dict[tuple[WorkerId, Epoch], _Peer] = {}
+        self._transfers: dict[TransferId, _Transfer] = {}
+        self._by_request: dict[RequestId, _Transfer] = {}
+
+    # ---- peers -----------------------------------------------------------------------------------
+
+    def pair(self, info: PeerInfo) -> None:
+        """Begin to pair with a decode side, unless that was begun."""
+        self._peer(info)
+
+    def peer_left(self, worker_id: WorkerId, epoch: Epoch, reason: str) -> None:
+        """End every handoff with a dead or departed incarnation."""
+        peer = self._peers.pop((worker_id, epoch), None)
+        if peer is None:
+            return
+        peer.is_gone = True
+        for transfer in [t for t in self._transfers.values() if t.peer is peer]:
+            self._handle(transfer, PeerLost(f"decode worker {worker_id} {reason}"))
+        peer.link.close()
+        self._unmap_if_idle(peer)
+
+    def _peer(self, info: PeerInfo) -> _Peer:
+        key = (info.worker_id, info.epoch)
+        peer = self._peers.get(key)
+        if peer is None:
+            peer = _Peer(info, self._connect(info.handoff_endpoint), self._setup.lease_seconds)
+            self._peers[key] = peer
+            request = PairRequest(
+                peer=self._setup.self_info, model_fingerprint=self._setup.model_fingerprint
+            )
+            peer.link.try_send(request, cause="pairing")
+            self._setup.tasks.create_task(self._serve(peer), name=f"handoff to {info.worker_id}")
+        return peer
+
+    async def _serve(self, peer: _Peer) -> None:
+        async for received in peer.link.received():
+            if received.envelope.epoch != peer.info.epoch:
+                log.warning(
+                    "message_refused",
+                    reason=f"epoch {received.envelope.epoch} of {peer.info.worker_id} is not "
+                    f"{peer.info.epoch}",
+                )
+                continue
+            try:
+                await self._receive(peer, received)
+            except ProtocolError as error:
+                log.error("handoff_protocol_error", peer=peer.info.worker_id, reason=str(error))
+
+    async def _receive(self, peer: _Peer, received: Received[DecodeToPrefill]) -> None:
+        message = received.message
+        match message:
+            case PairAccepted():
+                await self._paired(peer, message)
+            case PairRefused():
+                self._pairing_failed(
+                    peer,
+                    f"{message.field} is {message.actual} there and {message.expected} here",
+                )
+            case LeasesRenewed():
+                self._renewed(peer, message)
+            case Reserved():
+                self._to_machine(peer, message.transfer_id, self._reserved(peer, received))
+            case ReserveRefused():
+                refused = ReserveRefusedReceived(message.code, message.message)
+                self._to_machine(peer, message.transfer_id, refused)
+            case Accepted():
+                self._to_machine(peer, message.transfer_id, AcceptedReceived())
+            case CommitRefused():
+                refused_commit = CommitRefusedReceived(message.block_index)
+                self._to_machine(peer, message.transfer_id, refused_commit)
+            case Abort():
+                if message.transfer_id not in self._transfers:
+                    # Already over here, so nothing is being written: the peer may stop draining.
+                    answer = Aborted(transfer_id=message.transfer_id)
+                    peer.link.try_send(answer, cause=message.transfer_id)
+                self._to_machine(peer, message.transfer_id, AbortReceived(message.reason))
+
+    async def _paired(self, peer: _Peer, accepted: PairAccepted) -> None:
+        if peer.pool is not None or peer.is_gone:
+            return
+        loop = asyncio.get_running_loop()
+        started = monotonic()
+        try:
+            pool = await loop.run_in_executor(
+                self._setup.copier, self._backend.open_peer, accepted.pool
+            )
+        except TransferError as error:
+            self._pairing_failed(peer, str(error))
+            return
+        if peer.is_gone:
+            pool.close()
+            return
+        peer.pool = pool
+        peer.num_pool_blocks = accepted.pool.num_blocks
+        peer.lease_seconds = accepted.lease_seconds
+        log.info(
+            "paired",
+            peer=peer.info.worker_id,
+            transport=accepted.transport,
+            pool_bytes=accepted.pool.num_bytes,
+            seconds=round(monotonic() - started, 4),
+        )
+        for transfer in peer.unsent:
+            self._send_reserve(transfer)
+        peer.unsent.clear()
+
+    def _pairing_failed(self, peer: _Peer, message: str) -> None:
+        log.error("pairing_failed", peer=peer.info.worker_id, reason=message)
+        self._peers.pop((peer.info.worker_id, peer.info.epoch), None)
+        peer.is_gone = True
+        refused = ReserveRefusedReceived(
+            ErrorCode.TRANSFER_FAILED, f"cannot pair with {peer.info.worker_id}: {message}"
+        )
+        for transfer in peer.unsent:
+            self._handle(transfer, refused)
+        peer.unsent.clear()
+        peer.link.close()
+
+    # ---- transfers -------------------------------------------------------------------------------
+
+    def begin(self, request: LocalRequest, decode: PeerInfo) -> None:
+        """Ask a decode side to reserve blocks for the request's prompt."""
+        peer = self._peer(decode)
+        machine = HandoffSender(
+            len(request.lead.block_table), monotonic() + self._setup.lease_seconds
+        )
+        transfer = _Transfer(new_transfer_id(), request, peer, machine, request.lead.block_table)
+        self._transfers[transfer.transfer_id] = transfer
+        self._by_request[request.request_id] = transfer
+        log.info(
+            "handoff_begun",
+            request_id=request.request_id,
+            transfer_id=transfer.transfer_id,
+            decode_worker=decode.worker_id,
+            num_blocks=machine.num_blocks,
+        )
+        if peer.pool is None:
+            peer.unsent.append(transfer)
+        else:
+            self._send_reserve(transfer)
+
+    def progress(self, request_id: RequestId, num_blocks: int) -> None:
+        """The first blocks of the prompt are whole."""
+        self._event(request_id, BlocksComputed(num_blocks))
+
+    def finish(self, request_id: RequestId, finished: PrefillFinished) -> None:
+        """The prompt is whole and the first tokens are drawn."""
+        self._event(request_id, finished)
+
+    def stop(self, request_id: RequestId, reason: AbortReason) -> None:
+        """The request needs no decode side any more."""
+        self._event(request_id, CancelRequested(reason))
+
+    def tick(self, now: float) -> None:
+        """Notice expired leases."""
+        for transfer in list(self._transfers.values()):
+            self._execute(transfer, transfer.machine.tick(now))
+
+    def renew_leases(self) -> None:
+        """Tell every paired peer which transfers are alive here."""
+        alive: dict[int, list[TransferId]] = {id(peer): [] for peer in self._peers.values()}
+        for transfer in self._transfers.values():
+            if transfer not in transfer.peer.unsent and not transfer.peer.is_gone:
+                alive[id(transfer.peer)].append(transfer.transfer_id)
+        for peer in self._peers.values():
+            if peer.pool is not None:
+                peer.link.try_send(RenewLeases(transfer_ids=tuple(alive[id(peer)])), cause="leases")
+
+    @property
+    def num_open(self) -> int:
+        """Handoffs that have not ended."""
+        return len(self._transfers)
+
+    def close(self) -> None:
+        """Close all links and mappings. No write may be in flight."""
+        for peer in list(self._peers.values()):
+            peer.is_gone = True
+            peer.link.close()
+            self._unmap_if_idle(peer)
+        self._peers.clear()
+
+    def _send_reserve(self, transfer: _Transfer) -> None:
+        new = transfer.request.new
+        reserve = Reserve(
+            transfer_id=transfer.transfer_id,
+            request_id=new.request_id,
+            gateway_id=new.gateway_id,
+            tokens_endpoint=new.tokens_endpoint,
+            params=new.params,
+            num_prompt_tokens=len(new.prompt),
+        )
+        self._send(transfer, reserve, (pack_ids(new.prompt),))
+
+    def _send(
+        self, transfer: _Transfer, message: PrefillToDecode, payload: tuple[bytes, ...] = ()
+    ) -> None:
+        if transfer.peer.is_gone:
+            return
+        if not transfer.peer.link.try_send(message, transfer.request.request_id, payload):
+            log.error("handoff_queue_full", peer=transfer.peer.info.worker_id)
+            info = transfer.peer.info
+            loop = asyncio.get_running_loop()
+            loop.call_soon(self.peer_left, info.worker_id, info.epoch, "takes no messages")
+
+    def _reserved(self, peer: _Peer, received: Received[DecodeToPrefill]) -> ReservedReceived:
+        message = received.message
+        assert isinstance(message, Reserved), "called for Reserved alone"
+        transfer = self._transfers.get(message.transfer_id)
+        count = len(received.payload[0]) // 4 if received.payload else 0
+        if transfer is not None and count != transfer.machine.num_blocks:
+            asked = transfer.machine.num_blocks
+            raise RemoteProtocolError(f"{count} blocks reserved; {asked} asked")
+        ids = unpack_ids(received.payload, count, peer.num_pool_blocks)
+        return ReservedReceived(tuple(ids), message.num_cached_blocks)
+
+    def _renewed(self, peer: _Peer, message: LeasesRenewed) -> None:
+        deadline = monotonic() + peer.lease_seconds
+        for transfer_id in message.transfer_ids:
+            transfer = self._transfers.get(transfer_id)
+            if transfer is not None and transfer.peer is peer:
+                transfer.machine.renew(deadline)
+        for transfer_id in message.unknown_ids:
+            self._to_machine(peer, transfer_id, AbortReceived(AbortReason.UNKNOWN_TRANSFER))
+
+    def _to_machine(self, peer: _Peer, transfer_id: TransferId, event: SenderEvent) -> None:
+        transfer = self._transfers.get(transfer_id)
+        if transfer is not None and transfer.peer is peer:
+            self._handle(transfer, event)
+
+    def _event(self, request_id: RequestId, event: SenderEvent) -> None:
+        transfer = self._by_request.get(request_id)
+        if transfer is not None:
+            self._handle(transfer, event)
+
+    def _handle(self, transfer: _Transfer, event: SenderEvent) -> None:
+        self._execute(transfer, transfer.machine.handle(event))
+
+    def _execute(self, transfer: _Transfer, effects: Sequence[SenderEffect]) -> None:
+        transfer_id = transfer.transfer_id
+        for effect in effects:
+            match effect:
+                case StartWrite(first, num_blocks):
+                    self._start_write(transfer, first, num_blocks)
+                case SendCommit(finished, checksums):
+                    commit = Commit(
+                        transfer_id=transfer_id,
+                        num_tokens=len(transfer.request.new.prompt),
+                        num_cached_tokens=finished.num_cached_tokens,
+                        first_tokens=finished.first_tokens,
+                        prefill_done_at=finished.at,
+                    )
+                    self._send(transfer, commit, (pack_checksums(checksums),))
+                case SendRelease():
+                    self._send(transfer, Release(transfer_id=transfer_id))
+                case SendAbort(reason):
+                    self._send(transfer, Abort(transfer_id=transfer_id, reason=reason))
+                case SendAborted():
+                    self._send(transfer, Aborted(transfer_id=transfer_id))
+                case Ended(outcome):
+                    self._ended(transfer, outcome)
+
+    def _start_write(self, transfer: _Transfer, first: int, num_blocks: int) -> None:
+        pool = transfer.peer.pool
+        assert pool is not None, "a peer that reserved is paired"
+        transfer.peer.num_writes += 1
+        sources = transfer.source_ids[first : first + num_blocks]
+        targets = transfer.machine.target_ids[first : first + num_blocks]
+        self._setup.tasks.create_task(
+            self._write(transfer, pool, sources, targets), name=f"write {transfer.transfer_id}"
+        )
+
+    async def _write(
+        self,
+        transfer: _Transfer,
+        pool: PeerLink,
+        sources: tuple[int, ...],
+        targets: tuple[int, ...],
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        event: SenderEvent
+        try:
+            report = await loop.run_in_executor(self._setup.copier, pool.write, sources, targets)
+        except TransferError as error:
+            event = WriteFailed(str(error))
+        else:
+            transfer.num_bytes += report.num_bytes
+            transfer.num_calls += report.num_calls
+            transfer.write_seconds += report.seconds
+            event = WriteFinished(tuple(int(c) for c in report.checksums))
+        transfer.peer.num_writes -= 1
+        self._handle(transfer, event)
+        self._unmap_if_idle(transfer.peer)
+
+    def _unmap_if_idle(self, peer: _Peer) -> None:
+        if peer.is_gone and peer.num_writes == 0 and peer.pool is not None:
+            peer.pool.close()
+            peer.pool = None
+
+    def _ended(self, transfer: _Transfer, outcome: Outcome) -> None:
+        assert transfer.machine.phase is SenderPhase.ENDED, "the machine said so"
+        del self._transfers[transfer.transfer_id]
+        if self._by_request.get(transfer.request.request_id) is transfer:
+            del self._by_request[transfer.request.request_id]
+        if transfer in transfer.peer.unsent:
+            transfer.peer.unsent.remove(transfer)
+        log.info(
+            "handoff_ended",
+            request_id=transfer.request.request_id,
+            transfer_id=transfer.transfer_id,
+            decode_worker=transfer.peer.info.worker_id,
+            outcome=type(outcome).__name__,
+            detail=str(outcome),
+            num_cached_blocks=transfer.machine.num_cached_blocks,
+            num_bytes=transfer.num_bytes,
+            num_calls=transfer.num_calls,
+            write_seconds=round(transfer.write_seconds, 6),
+        )
+        self._on_ended(transfer.request.request_id, transfer.peer.info.worker_id, outcome)

@@ -1,0 +1,314 @@
+"""A worker's process: from settings to a running worker, and in order back to nothing."""
+
+import asyncio
+import gc
+import os
+import signal
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic
+
+import structlog
+import uvloop
+
+from common.config.folders import prepare_run_dir
+from common.config.host import host_id
+from common.config.settings import Settings
+from common.engine.cpu_engine import CpuEngine
+from common.engine.dtype import load_model_layout
+from common.errors import ConfigError, ErrorCode
+from common.ids import WorkerId, new_epoch
+from common.kv.blocks import BlockManager
+from common.kv.journal import AllocOp, JournalWriter
+from common.kv.layout import KVLayout
+from common.kv.pool import KVPool
+from common.messages.codec import Codec
+from common.messages.control import ControllerToWorker, WorkerHello, WorkerToController
+from common.messages.fields import PeerInfo, Role
+from common.messages.handoff import DecodeToPrefill, PrefillToDecode
+from common.messages.tokens import WorkerToGateway
+from common.models.config import ModelConfig
+from common.models.default_model import ensure_default_model
+from common.scheduler.local import LocalScheduler, SchedulerLimits
+from common.telemetry.logging import configure_logging
+from common.transfer.local import LocalBackend
+from common.transfer.shm import ShmBackend
+from common.transport.channels import CONTROL, HANDOFF, TOKENS
+from common.transport.sockets import Context, DealerLink, Identity, RouterHub, new_context
+from common.worker.control import ControlLink, WasFenced
+from common.worker.emitter import TokenEmitter
+from common.worker.inbound import InboundHandoffs
+from common.worker.outbound import OutboundHandoffs
+from common.worker.setup import HandoffSetup
+from common.worker.worker import HybridWorker
+
+log = structlog.get_logger()
+
+GROWTH_BLOCKS = 4
+"""Blocks for output that an admission asks for beside the prompt; more comes one by one."""
+
+JOURNAL_MAX_BYTES = 256 * 1024 * 1024
+LAST_WORDS_SECONDS = 0.5
+MAX_SEGMENT_SHARE = 16
+"""SEGMENT_MIN_SIZE is capped at this fraction of a small pool (1 / 16)."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Machine:
+    """What outlives an incarnation: model, pool and engine."""
+
+    model_folder: Path
+    config: ModelConfig
+    layout: KVLayout
+    pool: KVPool
+    engine: CpuEngine
+
+
+def run(settings: Settings, role: Role, worker_id: str) -> int:
+    """Serve as one worker until SIGTERM or SIGINT; return the exit code.
+
+    ConfigError when settings, model or memory do not allow it, or the controller refuses us.
+    """
+    file = configure_logging(worker_id, settings.log_dir, settings.log_level)
+    try:
+        prepare_run_dir(settings.run_dir)
+        machine = _build(settings, worker_id)
+        gc.freeze()
+        while True:
+            is_fenced = uvloop.run(
+                _Incarnation(settings, role, WorkerId(worker_id), machine).live()
+            )
+            if not is_fenced:
+                return 0
+    except ConfigError as error:
+        log.error("cannot_serve", reason=str(error))  # told, not traced
+        raise
+    finally:
+        file.close()
+
+
+def _build(settings: Settings, worker_id: str) -> _Machine:
+    started = monotonic()
+    folder = Path(settings.model) if settings.model else _default_model(settings)
+    config = ModelConfig.load(folder)
+    layout = load_model_layout(config, settings.dtype, settings.block_size)
+    num_blocks = settings.kv_bytes // layout.block_bytes
+    if num_blocks < 2:
+        raise ConfigError(
+            f"FLOWPATH_KV_BYTES={settings.kv_bytes} holds {num_blocks} blocks of "
+            f"{layout.block_bytes} bytes; at least 2 are needed"
+        )
+    pool = KVPool(num_blocks, layout.block_bytes)
+    engine = CpuEngine(folder, layout, pool.buffer, settings.num_threads)
+    log.info(
+        "worker_built",
+        model=str(folder),
+        dtype=layout.dtype,
+        num_blocks=num_blocks,
+        block_bytes=layout.block_bytes,
+        threads=settings.num_threads,
+        seconds=round(monotonic() - started, 3),
+        worker=worker_id,
+    )
+    return _Machine(folder, config, layout, pool, engine)
+
+
+def _default_model(settings: Settings) -> Path:
+    return ensure_default_model(settings.cache_dir / "models", _tell_model)
+
+
+def _tell_model(line: str) -> None:
+    log.info("default_model", detail=line)
+
+
+class _Incarnation:
+    """One life of a worker in the cluster, with an epoch of its own."""
+
+    def __init__(
+        self, settings: Settings, role: Role, worker_id: WorkerId, machine: _Machine
+    ) -> None:
+        self._settings = settings
+        self._role = role
+        self._id = worker_id
+        self._machine = machine
+        self._identity = Identity(worker_id, new_epoch())
+        self._stop = asyncio.Event()
+        self._journal: JournalWriter | None = None
+
+    async def live(self) -> bool:
+        """Serve until told to stop (False) or fenced (True)."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop.set)
+        context = new_context()
+        engine_thread = ThreadPoolExecutor(1, "engine")
+        copier = ThreadPoolExecutor(1, "copy")
+        is_fenced = False
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                await self._serve(tasks, context, engine_thread, copier)
+        except* WasFenced as group:
+            is_fenced = True
+            log.warning("fenced", reason=str(group.exceptions[0]))
+        except* _Stopped:
+            log.info("stopped")
+        except* ConfigError as group:
+            first: BaseException = group
+            while isinstance(first, BaseExceptionGroup):
+                first = first.exceptions[0]
+            raise first from None
+        finally:
+            # Steps and writes end before the pool can be used by another incarnation.
+            engine_thread.shutdown(wait=True)
+            copier.shutdown(wait=True)
+            context.destroy(linger=int(LAST_WORDS_SECONDS * 1000))
+            if self._journal is not None:
+                self._journal.close()
+        return is_fenced
+
+    async def _serve(
+        self,
+        tasks: asyncio.TaskGroup,
+        context: Context,
+        engine_thread: ThreadPoolExecutor,
+        copier: ThreadPoolExecutor,
+    ) -> None:
+        settings, machine = self._settings, self._machine
+        hub: RouterHub[DecodeToPrefill, PrefillToDecode] = RouterHub(
+            context,
+            HANDOFF,
+            self._handoff_endpoint(),
+            self._identity,
+            Codec(DecodeToPrefill),
+            Codec(PrefillToDecode),
+        )
+        hello = self._hello(hub.endpoint)
+        blocks = self._blocks(hello)
+        limits = SchedulerLimits(
+            max_num_batched_tokens=settings.max_num_batched_tokens,
+            max_num_seqs=settings.max_num_seqs,
+            block_size=settings.block_size,
+            growth_tokens=GROWTH_BLOCKS * settings.block_size,
+        )
+        worker = HybridWorker(
+            self._id,
+            machine.engine,
+            engine_thread,
+            blocks,
+            LocalScheduler(blocks, limits),
+            LocalBackend(machine.pool).open_peer(machine.pool.handle()),
+            settings.lease_seconds,
+        )
+        setup = HandoffSetup(
+            tasks=tasks,
+            copier=copier,
+            pool=machine.pool,
+            self_info=hello.peer,
+            model_fingerprint=hello.model_fingerprint,
+            lease_seconds=settings.lease_seconds,
+            block_size=settings.block_size,
+            growth_tokens=limits.growth_tokens,
+        )
+        link: DealerLink[WorkerToController, ControllerToWorker] = DealerLink(
+            context,
+            CONTROL,
+            settings.control_endpoint,
+            self._identity,
+            Codec(WorkerToController),
+            Codec(ControllerToWorker),
+        )
+        control = ControlLink(link, hello, worker.heartbeat, worker.on_order)
+        emitter = TokenEmitter(self._connector(context))
+        inbound = InboundHandoffs(
+            setup,
+            hub,
+            blocks,
+            worker.why_refuse_reservation,
+            worker.on_taken_over,
+            worker.on_dropped,
+        )
+        outbound = OutboundHandoffs(
+            setup,
+            ShmBackend(machine.pool),
+            self._handoff_connector(context),
+            worker.on_handoff_ended,
+        )
+        worker.attach(control, emitter, inbound, outbound)
+        try:
+            tasks.create_task(control.receive(), name="control")
+            tasks.create_task(control.beat(), name="heartbeat")
+            tasks.create_task(inbound.serve(), name="handoff")
+            tasks.create_task(worker.run_steps(), name="steps")
+            tasks.create_task(worker.tick(), name="tick")
+            await self._stop.wait()
+            await worker.drain(settings.drain_seconds)
+            worker.abandon(ErrorCode.SHUTTING_DOWN, f"{self._id} shut down")
+            control.leave("shut down")
+            emitter.close(LAST_WORDS_SECONDS)
+            raise _Stopped
+        finally:
+            link.close(LAST_WORDS_SECONDS)
+            outbound.close()
+            hub.close()
+
+    def _hello(self, endpoint: str) -> WorkerHello:
+        machine = self._machine
+        peer = PeerInfo(
+            worker_id=self._id,
+            epoch=self._identity.epoch,
+            role=self._role,
+            pid=os.getpid(),
+            host=host_id(),
+            handoff_endpoint=endpoint,
+            layout_fingerprint=machine.layout.fingerprint(),
+            transports=("shm",),
+        )
+        return WorkerHello(
+            peer=peer,
+            model_fingerprint=machine.config.fingerprint(),
+            model_name=self._settings.model_name,
+            max_model_len=self._settings.max_model_len or machine.config.max_model_len,
+            num_blocks=machine.pool.num_blocks,
+            block_size=machine.layout.block_size,
+            block_bytes=machine.layout.block_bytes,
+        )
+
+    def _blocks(self, hello: WorkerHello) -> BlockManager:
+        journal: Callable[[AllocOp], None] | None = None
+        if self._settings.debug_alloc:
+            path = self._settings.log_dir / f"{self._id}.alloc.jsonl"
+            self._journal = JournalWriter(path, JOURNAL_MAX_BYTES)
+            journal = self._journal.write
+        wanted = self._settings.segment_min_size // self._machine.layout.block_bytes
+        capped = min(wanted, hello.num_blocks // MAX_SEGMENT_SHARE)
+        return BlockManager(
+            hello.num_blocks, hello.block_size, capped, hello.model_fingerprint, journal
+        )
+
+    def _handoff_endpoint(self) -> str:
+        """Return an endpoint of this incarnation's own, after removing those of dead ones."""
+        for stale in self._settings.run_dir.glob(f"{self._id}.*.handoff"):
+            stale.unlink(missing_ok=True)
+        name = f"{self._id}.{self._identity.epoch & 0xFFFFFFFF:08x}.handoff"
+        return f"ipc://{self._settings.run_dir}/{name}"
+
+    def _connector(
+        self, context: Context
+    ) -> Callable[[str], DealerLink[WorkerToGateway, WorkerToGateway]]:
+        codec: Codec[WorkerToGateway] = Codec(WorkerToGateway)
+        return lambda endpoint: DealerLink(context, TOKENS, endpoint, self._identity, codec, codec)
+
+    def _handoff_connector(
+        self, context: Context
+    ) -> Callable[[str], DealerLink[PrefillToDecode, DecodeToPrefill]]:
+        outgoing: Codec[PrefillToDecode] = Codec(PrefillToDecode)
+        incoming: Codec[DecodeToPrefill] = Codec(DecodeToPrefill)
+        return lambda endpoint: DealerLink(
+            context, HANDOFF, endpoint, self._identity, outgoing, incoming
+        )
+
+
+class _Stopped(Exception):  # noqa: N818  # an outcome, not an error
+    """The drain is over; every task ends."""

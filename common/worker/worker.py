@@ -1,0 +1,464 @@
+"""The worker: joins scheduler, engine, both halves of the handoff and the control channel.
+
+Everything runs in one event loop, except three kinds of work in threads of their own, with the
+GIL released: engine steps, block writes and checksums (one copy thread), and mapping a peer's
+pool. Decisions are the scheduler's and the machines'; here their effects are carried out, in
+order, before the next event is looked at.
+"""
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from time import monotonic
+from typing import assert_never
+
+import structlog
+
+from common.engine.failure import RowsFailed
+from common.engine.interface import Engine
+from common.errors import (
+    ErrorCode,
+    InvariantViolationError,
+    LocalProtocolError,
+    RemoteProtocolError,
+    RequestError,
+)
+from common.handoff.events import (
+    Aborted,
+    Failed,
+    HandedOver,
+    Outcome,
+    PeerGone,
+    PrefillFinished,
+    Refused,
+)
+from common.ids import RequestId, WorkerId
+from common.kv.blocks import BlockManager
+from common.messages.control import (
+    Cancel,
+    DecodeRefused,
+    DecodeStarted,
+    Heartbeat,
+    PeerJoined,
+    PeerLeft,
+    PlaceDecode,
+    PlaceRequest,
+    RequestFailed,
+    RequestFinished,
+    WorkerAccepted,
+)
+from common.messages.fields import PeerInfo, Role
+from common.messages.handoff import AbortReason
+from common.scheduler.effects import (
+    CopyBlocks,
+    Effect,
+    EmitTokens,
+    Preempted,
+    PrefillStarted,
+    PromptComputed,
+    PromptProgressed,
+    RequestBroke,
+    RequestEnded,
+    StopHandoff,
+)
+from common.scheduler.local import LocalScheduler, RowFailed, RowResult, StepPlan
+from common.scheduler.request import NewRequest, RequestPhase
+from common.transfer.backend import PeerLink
+from common.worker.control import ControlLink, Order
+from common.worker.emitter import TokenEmitter
+from common.worker.inbound import MAX_TOKEN_ID, InboundHandoffs, TakenOver
+from common.worker.outbound import OutboundHandoffs
+from common.worker.payload import unpack_ids
+from common.worker.stepping import step_rows
+
+log = structlog.get_logger()
+
+TICK_SECONDS = 0.05
+RENEWALS_PER_LEASE = 4
+
+
+@dataclass(slots=True, eq=False)
+class _Route:
+    """Where a request is to be decoded, and what its handoff will need when it can begin."""
+
+    decode: PeerInfo | None
+    computed: PromptComputed | None = None
+    computed_at: float = 0.0
+
+
+class HybridWorker:
+    """One engine's worker, joined to its channels by ``attach``."""
+
+    def __init__(
+        self,
+        worker_id: WorkerId,
+        engine: Engine,
+        engine_thread: Executor,
+        blocks: BlockManager,
+        scheduler: LocalScheduler,
+        own_pool: PeerLink,
+        lease_seconds: float,
+    ) -> None:
+        self._id = worker_id
+        self._engine = engine
+        self._engine_thread = engine_thread
+        self._blocks = blocks
+        self._scheduler = scheduler
+        self._own_pool = own_pool
+        self._lease_seconds = lease_seconds
+        self._routes: dict[RequestId, _Route] = {}
+        self._wake = asyncio.Event()
+        self._is_draining = False
+        self._is_quarantined = False
+        self._is_idle_checked = False
+
+    def attach(
+        self,
+        control: ControlLink,
+        emitter: TokenEmitter,
+        inbound: InboundHandoffs,
+        outbound: OutboundHandoffs,
+    ) -> None:
+        """Join the worker to its channels; they call back into it, so they come second."""
+        self._control = control
+        self._emitter = emitter
+        self._inbound = inbound
+        self._outbound = outbound
+
+    # ---- orders of the controller ----------------------------------------------------------------
+
+    def on_order(self, order: Order, payload: tuple[bytes, ...]) -> None:
+        """Carry out one order."""
+        match order:
+            case WorkerAccepted():
+                for peer in order.peers:
+                    self._pair(peer)
+            case PeerJoined():
+                self._pair(order.peer)
+            case PeerLeft():
+                reason = f"left: {order.reason}"
+                self._outbound.peer_left(order.worker_id, order.epoch, reason)
+                self._inbound.peer_left(order.worker_id, order.epoch, reason)
+            case PlaceRequest():
+                self._place(order, payload)
+            case PlaceDecode():
+                self._place_decode(order)
+            case Cancel():
+                self._cancel(order)
+            case _:
+                assert_never(order)
+        self._wake.set()
+
+    def _pair(self, peer: PeerInfo) -> None:
+        if peer.role is Role.DECODE and peer.worker_id != self._id:
+            self._outbound.pair(peer)
+
+    def _place(self, order: PlaceRequest, payload: tuple[bytes, ...]) -> None:
+        request_id = order.request_id
+        if request_id in self._routes:
+            log.info("repeat_ignored", request_id=request_id)
+            return
+        refusal = self.why_refuse()
+        if refusal is not None:
+            failed = RequestFailed(request_id=request_id, code=refusal[0], message=refusal[1])
+            self._control.send(failed, request_id)
+            return
+        try:
+            prompt = unpack_ids(payload, order.num_prompt_tokens, MAX_TOKEN_ID)
+        except RemoteProtocolError as error:
+            failed = RequestFailed(
+                request_id=request_id, code=ErrorCode.INTERNAL, message=str(error)
+            )
+            self._control.send(failed, request_id)
+            return
+        # A request of one token ends with its prefill and needs no decode side.
+        is_remote = order.decode is not None and order.params.max_tokens > 1
+        self._routes[request_id] = _Route(order.decode)
+        self._emitter.open(order.gateway_id, order.tokens_endpoint)
+        log.info(
+            "request_received",
+            request_id=request_id,
+            num_prompt_tokens=len(prompt),
+            decode_worker=order.decode.worker_id if order.decode else self._id,
+        )
+        new = NewRequest(request_id, order.gateway_id, order.tokens_endpoint, order.params, prompt)
+        self.execute(self._scheduler.add(new, is_remote=is_remote))
+
+    def _place_decode(self, order: PlaceDecode) -> None:
+        route = self._routes.get(order.request_id)
+        request = self._scheduler.find(order.request_id)
+        if route is None or request is None or request.is_handoff_open:
+            log.info("order_ignored", request_id=order.request_id, order="PlaceDecode")
+            return
+        route.decode = order.decode
+        if order.decode.worker_id == self._id:
+            self.execute(self._scheduler.place_locally(order.request_id))
+        elif request.phase in (RequestPhase.PREFILLING, RequestPhase.SENDING):
+            self._begin_handoff(order.request_id)
+
+    def _cancel(self, order: Cancel) -> None:
+        log.info(
+            "cancel_received",
+            request_id=order.request_id,
+            choice=order.choice,
+            reason=order.reason,
+        )
+        effects = self._scheduler.cancel(order.request_id, order.choice)
+        if effects is not None:
+            self.execute(effects)
+        elif not self._inbound.cancel(order.request_id, order.choice) and order.choice is None:
+            # Nothing of it is here (any more): the controller need not wait for us.
+            finished = RequestFinished(request_id=order.request_id, was_cancelled=True)
+            self._control.send(finished, order.request_id)
+
+    # ---- effects ---------------------------------------------------------------------------------
+
+    def execute(self, effects: Iterable[Effect]) -> None:
+        """Carry effects out in order, then send the tokens they hold."""
+        for effect in effects:
+            self._execute_one(effect)
+        for request_id in self._emitter.flush():
+            message = "the gateway does not take tokens"
+            self._break(request_id, ErrorCode.INTERNAL, message)
+
+    def _execute_one(self, effect: Effect) -> None:  # one case per effect
+        match effect:
+            case EmitTokens(gateway_id, delta):
+                self._emitter.add(gateway_id, delta)
+            case PrefillStarted(request_id, num_cached_tokens):
+                log.info(
+                    "prefill_started", request_id=request_id, num_cached_tokens=num_cached_tokens
+                )
+                request = self._scheduler.find(request_id)
+                if request is not None and request.is_remote:
+                    self._begin_handoff(request_id)
+            case PromptProgressed(request_id, num_blocks):
+                self._outbound.progress(request_id, num_blocks)
+            case PromptComputed(request_id):
+                self._prompt_computed(effect)
+            case CopyBlocks(pairs):
+                self._own_pool.write([src for src, _ in pairs], [dst for _, dst in pairs])
+            case StopHandoff(request_id, reason):
+                self._outbound.stop(request_id, reason)
+            case Preempted(request_id, choice, num_tokens):
+                log.info("preempted", request_id=request_id, choice=choice, num_tokens=num_tokens)
+            case RequestEnded(request_id, was_cancelled):
+                self._routes.pop(request_id, None)
+                log.info("request_ended", request_id=request_id, was_cancelled=was_cancelled)
+                finished = RequestFinished(request_id=request_id, was_cancelled=was_cancelled)
+                self._control.send(finished, request_id)
+            case RequestBroke(request_id, gateway_id, code, message):
+                self._routes.pop(request_id, None)
+                log.error("request_failed", request_id=request_id, code=code, reason=message)
+                self._emitter.fail(gateway_id, request_id, code, message)
+                failed = RequestFailed(request_id=request_id, code=code, message=message[:4096])
+                self._control.send(failed, request_id)
+            case _:
+                assert_never(effect)
+
+    def _break(self, request_id: RequestId, code: ErrorCode, message: str) -> None:
+        self.execute(self._scheduler.fail(request_id, code, message))
+
+    # ---- handoffs --------------------------------------------------------------------------------
+
+    def _begin_handoff(self, request_id: RequestId) -> None:
+        route = self._routes[request_id]
+        request = self._scheduler.find(request_id)
+        assert request is not None, "its prefill has just started or is whole"
+        assert route.decode is not None, "a remote request has a decode side"
+        self._scheduler.open_handoff(request_id)
+        self._outbound.begin(request, route.decode)
+        num_blocks = request.lead.num_computed // self._scheduler.block_size
+        if num_blocks:
+            self._outbound.progress(request_id, num_blocks)
+        if route.computed is not None:
+            self._finish_handoff(request_id, route)
+
+    def _prompt_computed(self, computed: PromptComputed) -> None:
+        route = self._routes[computed.request_id]
+        route.computed = computed
+        route.computed_at = monotonic()
+        log.info("prefill_finished", request_id=computed.request_id)
+        request = self._scheduler.find(computed.request_id)
+        if request is not None and request.is_handoff_open:
+            self._finish_handoff(computed.request_id, route)
+
+    def _finish_handoff(self, request_id: RequestId, route: _Route) -> None:
+        computed = route.computed
+        assert computed is not None, "called when the prompt is computed"
+        finished = PrefillFinished(
+            computed.first_tokens, computed.num_cached_tokens, route.computed_at
+        )
+        self._outbound.finish(request_id, finished)
+
+    def on_handoff_ended(
+        self, request_id: RequestId, decode_worker: WorkerId, outcome: Outcome
+    ) -> None:
+        """Draw the consequence of a handoff that ended on the prefill side."""
+        was_accepted = isinstance(outcome, HandedOver)
+        self.execute(self._scheduler.close_handoff(request_id, was_accepted=was_accepted))
+        request = self._scheduler.find(request_id)
+        if was_accepted:
+            self._routes.pop(request_id, None)
+        elif request is not None and request.phase is not RequestPhase.ENDED:
+            self._after_failed_handoff(request_id, decode_worker, outcome)
+        self._wake.set()
+
+    def _after_failed_handoff(
+        self, request_id: RequestId, decode_worker: WorkerId, outcome: Outcome
+    ) -> None:
+        match outcome:
+            case HandedOver():
+                raise LocalProtocolError("a handoff that was accepted did not fail")
+            case Refused(code, message):
+                refused = DecodeRefused(
+                    request_id=request_id,
+                    decode_worker=decode_worker,
+                    code=code,
+                    message=message[:4096],
+                )
+                self._control.send(refused, request_id)
+            case Aborted(AbortReason.CANCELLED, by_peer=True):
+                self.execute(self._scheduler.cancel(request_id, None) or [])
+            case Aborted(AbortReason.CORRUPT, by_peer=True):
+                message = f"KV blocks arrived damaged at {decode_worker}"
+                self._break(request_id, ErrorCode.TRANSFER_FAILED, message)
+            case Aborted(reason, _):
+                # The decode side let go for reasons of its own; the prompt is computed and kept.
+                refused = DecodeRefused(
+                    request_id=request_id,
+                    decode_worker=decode_worker,
+                    code=ErrorCode.TRANSFER_FAILED,
+                    message=f"the decode side ended the handoff: {reason}",
+                )
+                self._control.send(refused, request_id)
+            case PeerGone(reason):
+                self._break(request_id, ErrorCode.WORKER_DIED, reason)
+            case Failed(message):
+                self._break(request_id, ErrorCode.TRANSFER_FAILED, message)
+
+    def on_taken_over(self, taken: TakenOver) -> None:
+        """Decode a request whose KV arrived and is right."""
+        request_id = taken.new.request_id
+        if not taken.first_tokens:
+            self._blocks.release(taken.owner)
+            self.on_dropped(request_id)
+            return
+        self._emitter.open(taken.new.gateway_id, taken.new.tokens_endpoint)
+        self._control.send(DecodeStarted(request_id=request_id), request_id)
+        self.execute(
+            self._scheduler.add_decoding(
+                taken.new, taken.owner, taken.first_tokens, taken.num_cached_tokens
+            )
+        )
+        self._wake.set()
+
+    def on_dropped(self, request_id: RequestId) -> None:
+        """A reservation ended without a decode, and its blocks are free."""
+        finished = RequestFinished(request_id=request_id, was_cancelled=True)
+        self._control.send(finished, request_id)
+
+    def why_refuse(self) -> tuple[ErrorCode, str] | None:
+        """Say why no work is taken in now, if so."""
+        if self._is_quarantined:
+            return ErrorCode.NO_WORKER, f"{self._id} is quarantined"
+        if self._is_draining:
+            return ErrorCode.SHUTTING_DOWN, f"{self._id} is shutting down"
+        return None
+
+    def why_refuse_reservation(self) -> tuple[ErrorCode, str] | None:
+        """Say why no reservation is taken now, if so."""
+        refusal = self.why_refuse()
+        if refusal is None and not self._scheduler.can_reserve():
+            return ErrorCode.NO_ROOM, f"{self._id} has preempted sequences waiting for room"
+        return refusal
+
+    # ---- steps and time --------------------------------------------------------------------------
+
+    async def run_steps(self) -> None:
+        """Plan and execute steps for ever."""
+        while True:
+            self._wake.clear()
+            plan, effects = self._scheduler.plan()
+            self.execute(effects)
+            if plan is None:
+                self._check_idle()
+                await self._wake.wait()
+                continue
+            self._is_idle_checked = False
+            results = await self._execute_step(plan)
+            self.execute(self._scheduler.finish_step(plan, results))
+
+    async def _execute_step(self, plan: StepPlan) -> Sequence[RowResult]:
+        loop = asyncio.get_running_loop()
+        rows = step_rows(plan)
+        try:
+            return await loop.run_in_executor(self._engine_thread, self._engine.execute, rows)
+        except RowsFailed as failed:
+            return [
+                RowFailed(outcome.message) if isinstance(outcome, RequestError) else outcome
+                for outcome in failed.outcomes
+            ]
+        except (RuntimeError, ValueError, IndexError, MemoryError) as error:
+            # Whatever the engine's libraries raise fails this step's requests, not the worker.
+            log.exception("step_failed", num_rows=len(rows), reason=str(error))
+            return [RowFailed(f"the engine failed: {error}")] * len(rows)
+
+    def _check_idle(self) -> None:
+        """Check the books while nothing runs; a wrong sum quarantines the worker."""
+        if self._is_idle_checked or self._is_quarantined:
+            return
+        self._is_idle_checked = True
+        try:
+            self._blocks.validate()
+        except InvariantViolationError as error:
+            self._is_quarantined = True
+            log.critical("quarantined", reason=str(error))
+
+    async def tick(self) -> None:
+        """Notice and renew leases for ever."""
+        renew_at = 0.0
+        while True:
+            now = monotonic()
+            self._outbound.tick(now)
+            self._inbound.tick(now)
+            if now >= renew_at:
+                self._outbound.renew_leases()
+                renew_at = now + self._lease_seconds / RENEWALS_PER_LEASE
+            await asyncio.sleep(TICK_SECONDS)
+
+    def heartbeat(self) -> Heartbeat:
+        """Count what a heartbeat tells."""
+        load = self._scheduler.load(
+            num_sending=self._outbound.num_open, num_receiving=self._inbound.num_open
+        )
+        return Heartbeat(
+            kv=self._blocks.counts(),
+            load=load,
+            is_draining=self._is_draining,
+            is_quarantined=self._is_quarantined,
+        )
+
+    # ---- the end ---------------------------------------------------------------------------------
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether any request or handoff is left."""
+        num_handoffs = self._outbound.num_open + self._inbound.num_open
+        return bool(self._scheduler.request_ids()) or num_handoffs > 0
+
+    async def drain(self, seconds: float) -> bool:
+        """Take nothing new and wait for what runs; return whether all of it ended in time."""
+        self._is_draining = True
+        deadline = monotonic() + seconds
+        log.info("draining", num_requests=len(self._scheduler.request_ids()), seconds=seconds)
+        while self.is_busy and monotonic() < deadline:  # noqa: ASYNC110  # ends by many causes
+            await asyncio.sleep(TICK_SECONDS)
+        return not self.is_busy
+
+    def abandon(self, code: ErrorCode, message: str) -> None:
+        """End everything with an error: this incarnation is over."""
+        for request_id in self._scheduler.request_ids():
+            self._break(request_id, code, message)
+        self._inbound.stop_all(AbortReason.SHUTTING_DOWN)
