@@ -1,9 +1,11 @@
 """The folders that FlowPath writes: where they are by default, and that they are private."""
 
+import fcntl
 import os
 import stat
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from common.errors import ConfigError
@@ -68,3 +70,26 @@ def write_private(path: Path, text: str) -> None:
     with os.fdopen(descriptor, "w") as file:
         file.write(text)
     temporary.replace(path)
+
+
+@contextmanager
+def lock_file(path: Path, holder: str) -> Iterator[None]:
+    """Hold an exclusive lock as long as the block runs; the kernel frees it with the process.
+
+    ConfigError, which names ``holder`` and its process id, when it is held already.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            pid = os.pread(descriptor, 32, 0).decode().strip() or "unknown"
+            raise ConfigError(
+                f"{holder} (process {pid}) is running in {path.parent}; stop it, or choose "
+                "another port or FLOWPATH_RUN_DIR"
+            ) from error
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+        yield
+    finally:
+        os.close(descriptor)

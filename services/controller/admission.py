@@ -1,0 +1,59 @@
+"""Whether a process that says hello fits the cluster."""
+
+from common.messages.control import GatewayHello, HelloRefused, WorkerHello
+from services.controller.effects import PeerKey
+from services.controller.members import Members
+
+
+def check_worker(members: Members, sender: PeerKey, hello: WorkerHello) -> HelloRefused | None:
+    """Return the refusal of a worker that differs from the live ones, or None."""
+    peer = hello.peer
+    if (peer.worker_id, peer.epoch) != sender:
+        return _refusal("worker_id", sender[0], peer.worker_id, "hello names another process")
+    if members.gateway_named(peer.worker_id) is not None:
+        return _refusal("worker_id", "a free name", peer.worker_id, "a gateway has this name")
+    first = next((w for key, w in members.workers.items() if key[0] != sender[0]), None)
+    if first is None:
+        return _check_gateways(members, hello)
+    for name, expected, actual in (
+        ("model_fingerprint", first.hello.model_fingerprint, hello.model_fingerprint),
+        ("block_size", str(first.hello.block_size), str(hello.block_size)),
+        ("layout_fingerprint", first.peer.layout_fingerprint, peer.layout_fingerprint),
+    ):
+        if expected != actual:
+            return _refusal(name, expected, actual, f"worker {first.peer.worker_id} has another")
+    return None
+
+
+def check_gateway(members: Members, sender: PeerKey, hello: GatewayHello) -> HelloRefused | None:
+    """Return the refusal of a gateway whose model is not the workers', or None."""
+    if (hello.gateway_id, hello.epoch) != sender:
+        return _refusal("gateway_id", sender[0], hello.gateway_id, "hello names another process")
+    if members.worker_named(hello.gateway_id) is not None:
+        return _refusal("gateway_id", "a free name", hello.gateway_id, "a worker has this name")
+    first = next(iter(members.workers.values()), None)
+    if first is None or first.hello.model_fingerprint == hello.model_fingerprint:
+        return None
+    return _refusal(
+        "model_fingerprint",
+        first.hello.model_fingerprint,
+        hello.model_fingerprint,
+        f"worker {first.peer.worker_id} serves another model",
+    )
+
+
+def _check_gateways(members: Members, hello: WorkerHello) -> HelloRefused | None:
+    gateway = next(iter(members.gateways.values()), None)
+    if gateway is None or gateway.hello.model_fingerprint == hello.model_fingerprint:
+        return None
+    return _refusal(
+        "model_fingerprint",
+        gateway.hello.model_fingerprint,
+        hello.model_fingerprint,
+        f"gateway {gateway.hello.gateway_id} serves another model",
+    )
+
+
+def _refusal(field: str, expected: str, actual: str, why: str) -> HelloRefused:
+    message = f"{field} is {actual}, the cluster's is {expected}: {why}"
+    return HelloRefused(field=field, expected=expected, actual=actual, message=message)

@@ -1,0 +1,123 @@
+"""What happens to placed requests: reports, cancels, deaths and deadlines."""
+
+from common.errors import ErrorCode
+from common.ids import RequestId
+from common.messages.control import (
+    Cancel,
+    CancelRequest,
+    DecodeStarted,
+    RequestFailed,
+    RequestFinished,
+)
+from services.controller import request_machine as machine
+from services.controller.effects import Effect, PeerKey, Send
+from services.controller.limits import ControllerLimits
+from services.controller.request_book import RequestBook, ignored
+from services.controller.request_machine import RequestEvent, RequestPhase
+from services.controller.request_record import CANCEL_REPORT_SECONDS
+
+
+class RequestLifecycle:
+    """Turns messages and deaths into the events of the records in ``book``."""
+
+    def __init__(self, book: RequestBook, limits: ControllerLimits) -> None:
+        self._book = book
+        self._limits = limits
+
+    def cancel(
+        self, sender: PeerKey, message: CancelRequest, cause: str, now: float
+    ) -> list[Effect]:
+        """Pass a cancel on to every side that is involved."""
+        record = self._book.requests.get(message.request_id)
+        if record is not None and record.gateway != sender:
+            return [ignored(message.request_id, cause, "another gateway's request")]
+        if message.choice is not None:
+            choice = machine.ChoiceCancelReceived(message.choice, message.reason)
+            return self._book.step(message.request_id, choice, cause, now)
+        event = machine.CancelReceived(message.reason or "cancelled")
+        return self._book.step(message.request_id, event, cause, now)
+
+    def decode_started(
+        self, sender: PeerKey, message: DecodeStarted, cause: str, now: float
+    ) -> list[Effect]:
+        """Note that the decode side owns the request."""
+        record = self._book.requests.get(message.request_id)
+        if record is None and self._book.was_stopped(message.request_id):
+            cancel = Cancel(
+                request_id=message.request_id, choice=None, reason="it has been ended already"
+            )
+            return [Send(sender, cancel, cause)]
+        if record is not None and record.decode != sender:
+            return [ignored(message.request_id, cause, "not its decode side")]
+        return self._book.step(message.request_id, machine.DecodeStartedReceived(), cause, now)
+
+    def finished(
+        self, sender: PeerKey, message: RequestFinished, cause: str, now: float
+    ) -> list[Effect]:
+        """End a record on its owner's report."""
+        event: RequestEvent = machine.PrefillSideFinished()
+        if self._book.side_of(message.request_id, sender) == "decode":
+            event = machine.DecodeSideFinished()
+        return self._reported(sender, message.request_id, event, cause, now)
+
+    def failed(
+        self, sender: PeerKey, message: RequestFailed, cause: str, now: float
+    ) -> list[Effect]:
+        """End a request on a side's error."""
+        event: RequestEvent = machine.PrefillSideFailed(message.code, message.message)
+        if self._book.side_of(message.request_id, sender) == "decode":
+            event = machine.DecodeSideFailed(message.code, message.message)
+        return self._reported(sender, message.request_id, event, cause, now)
+
+    def worker_gone(
+        self, key: PeerKey, code: ErrorCode, reason: str, cause: str, now: float
+    ) -> list[Effect]:
+        """End every request that needed this worker."""
+        effects: list[Effect] = []
+        for record in list(self._book.requests.values()):
+            side = record.side_of(key)
+            if side is not None:
+                lost = machine.DecodeSideGone if side == "decode" else machine.PrefillSideGone
+                effects += self._book.step(record.request_id, lost(code, reason), cause, now)
+        return effects
+
+    def gateway_gone(self, key: PeerKey, reason: str, cause: str, now: float) -> list[Effect]:
+        """Cancel every request that nobody listens to."""
+        effects: list[Effect] = []
+        for record in list(self._book.requests.values()):
+            if record.gateway == key:
+                event = machine.GatewayGone(reason)
+                effects += self._book.step(record.request_id, event, cause, now)
+        return effects
+
+    def tick(self, cause: str, now: float) -> list[Effect]:
+        """End what took too long."""
+        limits = self._limits
+        effects: list[Effect] = []
+        for record in list(self._book.requests.values()):
+            if record.cancelled_at is not None:
+                if now - record.cancelled_at > CANCEL_REPORT_SECONDS:
+                    event: RequestEvent = machine.CancelTimedOut()
+                    effects += self._book.step(record.request_id, event, cause, now)
+                continue
+            timeout = limits.request_timeout_seconds
+            if timeout and now - record.submitted_at > timeout:
+                told = f"the request took over request_timeout_seconds = {timeout:g}"
+                event = machine.DeadlinePassed(ErrorCode.DEADLINE_EXCEEDED, told)
+                effects += self._book.step(record.request_id, event, cause, now)
+            elif (
+                record.phase is RequestPhase.WAITING
+                and record.waiting_since is not None
+                and now - record.waiting_since > limits.room_wait_seconds
+            ):
+                told = f"no decode worker had room within {limits.room_wait_seconds:g} s"
+                event = machine.DeadlinePassed(ErrorCode.NO_ROOM, told)
+                effects += self._book.step(record.request_id, event, cause, now)
+        return effects
+
+    def _reported(
+        self, sender: PeerKey, request_id: RequestId, event: RequestEvent, cause: str, now: float
+    ) -> list[Effect]:
+        if request_id in self._book.requests and self._book.side_of(request_id, sender) is None:
+            return [ignored(request_id, cause, f"{sender[0]} has no part in it")]
+        return self._book.step(request_id, event, cause, now)

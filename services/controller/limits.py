@@ -1,0 +1,32 @@
+"""The settings that the controller's decisions depend on."""
+
+from dataclasses import dataclass
+
+from common.config.settings import Settings
+
+
+@dataclass(frozen=True, slots=True)
+class ControllerLimits:
+    """Bounds and periods. A silent process whose pid still runs is suspect, not dead, until
+    ``suspect_factor`` times ``death_seconds``.
+    """
+
+    heartbeat_seconds: float = 0.2
+    death_seconds: float = 1.5
+    suspect_factor: float = 5.0
+    max_queue: int = 1024
+    request_timeout_seconds: float = 0.0
+    room_wait_seconds: float = 60.0
+    retry_seconds: float = 0.02
+    stall_seconds: float = 20.0
+    retry_after_seconds: float = 1.0
+
+    @classmethod
+    def of(cls, settings: Settings) -> "ControllerLimits":
+        """Take them from the settings."""
+        return cls(
+            heartbeat_seconds=settings.heartbeat_seconds,
+            death_seconds=settings.death_seconds,
+            max_queue=settings.max_queue,
+            request_timeout_seconds=settings.request_timeout_seconds,
+        )

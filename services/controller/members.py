@@ -1,0 +1,143 @@
+"""Who is in the cluster: workers and gateways by incarnation, and which incarnations are dead."""
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from common.messages.control import GatewayHello, WorkerHello
+from common.messages.fields import KVCounts, PeerInfo, Role, WorkerLoad, WorkerState
+from services.controller.effects import PeerKey
+from services.controller.policy.placement import WorkerView
+
+MAX_DEAD_KEPT = 4096
+
+
+@dataclass(slots=True)
+class WorkerRecord:
+    """One live incarnation of a worker.
+
+    ``kv`` and ``load`` are its last heartbeat's. ``assigned_tokens`` are the prompt tokens placed
+    since then, ``placed_blocks`` the blocks of requests whose decode was placed here and has not
+    started: reserved already, or soon.
+    """
+
+    hello: WorkerHello
+    role_generation: int
+    last_seen: float
+    kv: KVCounts | None = None
+    load: WorkerLoad | None = None
+    is_suspect: bool = False
+    is_draining: bool = False
+    is_quarantined: bool = False
+    assigned_tokens: int = 0
+    placed_blocks: int = 0
+
+    @property
+    def peer(self) -> PeerInfo:
+        """How others reach it."""
+        return self.hello.peer
+
+    @property
+    def key(self) -> PeerKey:
+        """Its incarnation."""
+        return (self.peer.worker_id, self.peer.epoch)
+
+    @property
+    def state(self) -> WorkerState:
+        """The worst of what is known."""
+        if self.is_quarantined:
+            return WorkerState.QUARANTINED
+        if self.is_suspect:
+            return WorkerState.SUSPECT
+        return WorkerState.DRAINING if self.is_draining else WorkerState.READY
+
+    def view(self) -> WorkerView:
+        """What placement sees. In-transfer blocks and placed ones are largely the same ones."""
+        in_transfer = self.kv.in_transfer if self.kv else 0
+        referenced = self.kv.referenced if self.kv else 0
+        uncomputed = self.load.uncomputed_tokens if self.load else 0
+        return WorkerView(
+            worker_id=self.peer.worker_id,
+            role=self.peer.role,
+            uncomputed_tokens=uncomputed + self.assigned_tokens,
+            total_blocks=self.hello.num_blocks,
+            used_blocks=referenced + max(in_transfer, self.placed_blocks),
+        )
+
+
+@dataclass(slots=True)
+class GatewayRecord:
+    """One live incarnation of a gateway."""
+
+    hello: GatewayHello
+    last_seen: float
+    num_streams: int = 0
+
+    @property
+    def key(self) -> PeerKey:
+        """Its incarnation."""
+        return (self.hello.gateway_id, self.hello.epoch)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether its process id means something here."""
+        return self.hello.tokens_endpoint.startswith("ipc://")
+
+
+@dataclass(slots=True)
+class Members:
+    """All live incarnations, in the order of their first hello."""
+
+    host: str
+    workers: dict[PeerKey, WorkerRecord] = field(default_factory=dict)
+    gateways: dict[PeerKey, GatewayRecord] = field(default_factory=dict)
+    _dead: OrderedDict[PeerKey, str] = field(default_factory=OrderedDict)
+
+    def worker_named(self, worker_id: str) -> WorkerRecord | None:
+        """Return the live incarnation of a worker."""
+        return next((w for key, w in self.workers.items() if key[0] == worker_id), None)
+
+    def gateway_named(self, gateway_id: str) -> GatewayRecord | None:
+        """Return the live incarnation of a gateway."""
+        return next((g for key, g in self.gateways.items() if key[0] == gateway_id), None)
+
+    def ready_workers(self) -> Iterator[WorkerRecord]:
+        """Yield the workers that may get new work."""
+        return (w for w in self.workers.values() if w.state is WorkerState.READY)
+
+    def num_ready(self, role: Role) -> int:
+        """Count the ready workers of a role."""
+        return sum(worker.peer.role is role for worker in self.ready_workers())
+
+    def bury(self, key: PeerKey, reason: str) -> None:
+        """Remember a dead incarnation; it is fenced when it speaks again."""
+        self._dead[key] = reason
+        while len(self._dead) > MAX_DEAD_KEPT:
+            self._dead.popitem(last=False)
+
+    def death_of(self, key: PeerKey) -> str | None:
+        """Return why an incarnation is dead, or None when it is not known to be."""
+        return self._dead.get(key)
+
+    def is_local(self, member: WorkerRecord | GatewayRecord) -> bool:
+        """Whether the member's process runs where we see its process id."""
+        if isinstance(member, GatewayRecord):
+            return member.is_local
+        return member.peer.host == self.host
+
+    def local_pids(self) -> frozenset[int]:
+        """Return the process ids whose life can be watched here."""
+        workers = {w.peer.pid for w in self.workers.values() if self.is_local(w)}
+        return frozenset(workers | {g.hello.pid for g in self.gateways.values() if g.is_local})
+
+    def validate(self) -> None:
+        """Check that keys and names fit. Raises AssertionError: a bug of ours."""
+        for key, worker in self.workers.items():
+            assert key == worker.key, key
+            assert key not in self._dead, key
+            assert worker.assigned_tokens >= 0, key
+        for key, gateway in self.gateways.items():
+            assert key == gateway.key, key
+            assert key not in self._dead, key
+        names = [key[0] for key in (*self.workers, *self.gateways)]
+        assert len(names) == len(set(names)), names

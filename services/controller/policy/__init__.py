@@ -1,0 +1,1 @@
+"""Pure policies: they see values and return choices."""

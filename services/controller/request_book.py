@@ -1,0 +1,117 @@
+"""The records of all requests, and the sums over them."""
+
+from collections import OrderedDict
+
+from common.ids import RequestId
+from services.controller.effects import Effect, Fact, Note, PeerKey
+from services.controller.members import Members
+from services.controller.request_machine import QUEUED, RequestEvent, RequestPhase
+from services.controller.request_record import RequestRecord
+
+MAX_STOPPED_KEPT = 4096
+"""Ids that ended otherwise than by a report, kept to stop a decode that starts late."""
+
+
+class RequestBook:
+    """Every request's record. ``num_queued`` have not started to decode.
+
+    ``waiting`` are the ids in the phase WAITING, oldest first. Keeps each worker's
+    ``placed_blocks`` right. ``requests`` is read by others and changed here alone.
+    """
+
+    def __init__(self, members: Members) -> None:
+        self.requests: dict[RequestId, RequestRecord] = {}
+        self.waiting: dict[RequestId, None] = {}
+        self.num_queued = 0
+        self._members = members
+        self._stopped: OrderedDict[RequestId, None] = OrderedDict()
+
+    def add(self, record: RequestRecord) -> None:
+        """Take a fresh record in."""
+        self.requests[record.request_id] = record
+        self._stopped.pop(record.request_id, None)
+        self._count(record, 1)
+
+    def was_stopped(self, request_id: RequestId) -> bool:
+        """Whether we ended this id, lately, other than by its owner's report."""
+        return request_id in self._stopped
+
+    def side_of(self, request_id: RequestId, peer: PeerKey) -> str | None:
+        """Return "prefill" or "decode", or None for no record or no part in it."""
+        record = self.requests.get(request_id)
+        return None if record is None else record.side_of(peer)
+
+    def step(
+        self, request_id: RequestId, event: RequestEvent, cause: str, now: float
+    ) -> list[Effect]:
+        """Hand an event to a record and keep every sum over the records."""
+        record = self.requests.get(request_id)
+        if record is None:
+            return [ignored(request_id, cause, f"{type(event).__name__}: no record")]
+        before = record.phase
+        self._count(record, -1)
+        try:
+            effects = record.handle(event, cause, now)
+        finally:
+            self._count(record, 1)
+        if record.phase is not RequestPhase.WAITING:
+            self.waiting.pop(request_id, None)
+        elif before is not RequestPhase.WAITING:
+            self.waiting[request_id] = None
+        if record.phase is RequestPhase.UNKNOWN:
+            self._forget(record)
+            facts: tuple[Fact, ...] = (
+                ("by", type(event).__name__),
+                ("phase", before),
+                ("prefill", record.prefill[0]),
+                ("decode", record.decode and record.decode[0]),
+                ("seconds", round(now - record.submitted_at, 6)),
+            )
+            effects = [*effects, Note("request_ended", cause, request_id, facts)]
+        elif record.phase is not before:
+            moved: tuple[Fact, ...] = (("by", type(event).__name__), ("phase", record.phase))
+            effects = [*effects, Note("request_moved", cause, request_id, moved)]
+        return effects
+
+    def _forget(self, record: RequestRecord) -> None:
+        del self.requests[record.request_id]
+        if record.was_stopped:
+            self._stopped[record.request_id] = None
+            if len(self._stopped) > MAX_STOPPED_KEPT:
+                self._stopped.popitem(last=False)
+
+    def _count(self, record: RequestRecord, sign: int) -> None:
+        if record.phase in QUEUED:
+            self.num_queued += sign
+        if record.phase is RequestPhase.PLACED and record.decode in self._members.workers:
+            self._members.workers[record.decode].placed_blocks += sign * record.num_blocks
+
+    def validate(self) -> None:
+        """Check every sum over the records. Raises AssertionError: a bug of ours."""
+        records = self.requests.values()
+        queued = [record for record in records if record.phase in QUEUED]
+        assert self.num_queued == len(queued), (self.num_queued, len(queued))
+        assert set(self.waiting) == {
+            record.request_id for record in records if record.phase is RequestPhase.WAITING
+        }, self.waiting
+        for key, worker in self._members.workers.items():
+            placed = sum(
+                record.num_blocks
+                for record in records
+                if record.phase is RequestPhase.PLACED and record.decode == key
+            )
+            assert worker.placed_blocks == placed, (key, worker.placed_blocks, placed)
+        for record in records:
+            record.validate()
+            assert record.phase is not RequestPhase.UNKNOWN, record.request_id
+            owner = (
+                record.decode
+                if record.phase in (RequestPhase.DECODING, RequestPhase.CANCELLING_DECODE)
+                else record.prefill
+            )
+            assert owner in self._members.workers, (record.request_id, record.phase, owner)
+
+
+def ignored(request_id: RequestId, cause: str, reason: str) -> Note:
+    """Return the note of an event that changes nothing."""
+    return Note("event_ignored", cause, request_id, (("reason", reason),))

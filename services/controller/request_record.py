@@ -1,0 +1,216 @@
+"""One request's record: walks the table of ``request_machine`` and says whom to tell."""
+
+from collections.abc import Iterable
+
+from common.errors import ErrorCode
+from common.handoff.machine import Ignored, Story, decide
+from common.messages.control import Cancel, RequestFailed, RequestRefused, SubmitRequest
+from services.controller.effects import Effect, Note, PeerKey, Send
+from services.controller.request_machine import (
+    CANCELLING,
+    REQUEST_TABLE,
+    CancelReceived,
+    CancelTimedOut,
+    ChoiceCancelReceived,
+    DeadlinePassed,
+    DecodePlaced,
+    DecodeRefusedReceived,
+    DecodeSideFailed,
+    DecodeSideFinished,
+    DecodeSideGone,
+    DecodeStartedReceived,
+    GatewayGone,
+    PlacementFailed,
+    PrefillReplaced,
+    PrefillSideFailed,
+    PrefillSideFinished,
+    PrefillSideGone,
+    RequestEvent,
+    RequestPhase,
+    Submitted,
+)
+
+CANCEL_REPORT_SECONDS = 30.0
+"""How long the owner may take to report a cancelled request's end."""
+
+
+class RequestRecord:
+    """One placed request. Made by a ``Submitted`` event that was placed.
+
+    ``decode`` is the same as ``prefill`` on a combined worker, and None while no decode side is
+    placed. ``refusals`` holds when a decode side refused, ``excluded`` those that can never be
+    paired with. ``num_blocks`` are the prompt's and its growth's. Times are on the clock of the
+    ``now`` arguments.
+    """
+
+    def __init__(
+        self,
+        submission: SubmitRequest,
+        gateway: PeerKey,
+        sides: tuple[PeerKey, PeerKey],
+        num_blocks: int,
+        now: float,
+    ) -> None:
+        self.submission = submission
+        self.request_id = submission.request_id
+        self.gateway = gateway
+        self.prefill: PeerKey = sides[0]
+        self.decode: PeerKey | None = sides[1]
+        self.num_blocks = num_blocks
+        self.phase = RequestPhase.PLACED
+        self.submitted_at = now
+        self.waiting_since: float | None = None
+        self.cancelled_at: float | None = None
+        self.was_stopped = False
+        self.refusals: dict[PeerKey, float] = {}
+        self.excluded: set[PeerKey] = set()
+        self._story = Story()
+
+    def side_of(self, peer: PeerKey) -> str | None:
+        """Return "prefill", "decode" or, for a worker that has no part in it, None.
+
+        A combined worker is its owner's side.
+        """
+        sides: list[tuple[str, PeerKey | None]]
+        sides = [("prefill", self.prefill), ("decode", self.decode)]
+        if self.phase in (RequestPhase.DECODING, RequestPhase.CANCELLING_DECODE):
+            sides.reverse()
+        return next((side for side, key in sides if key == peer), None)
+
+    def handle(self, event: RequestEvent, cause: str, now: float) -> list[Effect]:
+        """Take one event and return what to do. The only mutator.
+
+        Raises IllegalTransitionError or RemoteProtocolError, with nothing changed.
+        """
+        name = type(event).__name__
+        before = self.phase
+        verdict = decide(REQUEST_TABLE, "request", before, name, self._story)
+        self._story.add(before, name)
+        if isinstance(verdict, Ignored):
+            facts = (("ignored", name), ("phase", before), ("reason", verdict.reason))
+            return [Note("event_ignored", cause, self.request_id, facts, level="debug")]
+        effects = self._apply(event, cause, now)
+        self.validate()
+        return effects
+
+    def _apply(self, event: RequestEvent, cause: str, now: float) -> list[Effect]:  # noqa: C901, PLR0911, PLR0912 - one case per event
+        match event:
+            case PrefillReplaced(prefill, decode):
+                self.prefill, self.decode = prefill, decode
+                return []
+            case PlacementFailed(code, message):
+                return self._refuse(code, message, cause)
+            case DecodeRefusedReceived():
+                if self.decode is not None:
+                    self.refusals[self.decode] = now
+                self.decode = None
+                self.phase = RequestPhase.WAITING
+                self.waiting_since = now if self.waiting_since is None else self.waiting_since
+                return []
+            case DecodePlaced(decode):
+                self.decode = decode
+                self.phase = RequestPhase.PLACED
+                return []
+            case DecodeStartedReceived():
+                return self._decode_started(cause)
+            case PrefillSideFinished() | DecodeSideFinished():
+                self.phase = RequestPhase.UNKNOWN
+                return []
+            case PrefillSideFailed(code, message) | PrefillSideGone(code, message):
+                return self._owner_lost(code, message, cause)
+            case DecodeSideFailed(code, message) | DecodeSideGone(code, message):
+                return self._decode_lost(code, message, cause, now)
+            case CancelReceived(reason) | GatewayGone(reason):
+                return self._stop(self._sides(), reason, cause, now)
+            case ChoiceCancelReceived(choice, reason):
+                return self._tell(self._sides(), reason, cause, choice)
+            case DeadlinePassed(code, message):
+                failed = self._fail(code, message, cause)
+                return [*failed, *self._stop(self._sides(), message, cause, now)]
+            case CancelTimedOut():
+                self.phase = RequestPhase.UNKNOWN
+                facts = (("prefill", self.prefill[0]), ("decode", self.decode and self.decode[0]))
+                return [Note("request_record_leaked", cause, self.request_id, facts, "error")]
+            case Submitted():
+                raise AssertionError("the table ignores a repeated submit")
+
+    def _sides(self) -> list[PeerKey]:
+        if self.phase is RequestPhase.DECODING and self.decode is not None:
+            return [self.decode]
+        return list(dict.fromkeys(side for side in (self.prefill, self.decode) if side))
+
+    def _decode_started(self, cause: str) -> list[Effect]:
+        if self.phase is RequestPhase.PLACED:
+            self.phase = RequestPhase.DECODING
+            return []
+        # Our cancel may have reached the decode side before its reservation did.
+        self.phase = RequestPhase.CANCELLING_DECODE
+        return self._tell([self.decode] if self.decode else [], "cancelled", cause)
+
+    def _owner_lost(self, code: ErrorCode, message: str, cause: str) -> list[Effect]:
+        """End with the prefill side, which owned it; the decode side stops."""
+        effects: list[Effect] = []
+        if self.phase not in CANCELLING:
+            effects = self._fail(code, message, cause)
+            others = [side for side in self._sides() if side != self.prefill]
+            effects += self._tell(others, message, cause)
+        self.phase = RequestPhase.UNKNOWN
+        return effects
+
+    def _decode_lost(self, code: ErrorCode, message: str, cause: str, now: float) -> list[Effect]:
+        """End with the decode side where it owns the request, else stop the prefill side."""
+        if self.phase in CANCELLING:
+            self.phase = RequestPhase.UNKNOWN
+            return []
+        effects = self._fail(code, message, cause)
+        if self.phase is RequestPhase.DECODING:
+            self.phase = RequestPhase.UNKNOWN
+            return effects
+        return [*effects, *self._stop([self.prefill], message, cause, now)]
+
+    def _stop(self, sides: Iterable[PeerKey], reason: str, cause: str, now: float) -> list[Effect]:
+        effects = self._tell(sides, reason, cause)
+        self.cancelled_at = now
+        self.was_stopped = True
+        self.phase = (
+            RequestPhase.CANCELLING_DECODE
+            if self.phase is RequestPhase.DECODING
+            else RequestPhase.CANCELLING_PREFILL
+        )
+        return effects
+
+    def _tell(
+        self, sides: Iterable[PeerKey], reason: str, cause: str, choice: int | None = None
+    ) -> list[Effect]:
+        cancel = Cancel(request_id=self.request_id, choice=choice, reason=reason)
+        return [Send(side, cancel, cause) for side in sides]
+
+    def _fail(self, code: ErrorCode, message: str, cause: str) -> list[Effect]:
+        self.was_stopped = True
+        failed = RequestFailed(request_id=self.request_id, code=code, message=message)
+        facts = (("code", code), ("message", message), ("phase", self.phase))
+        return [
+            Send(self.gateway, failed, cause),
+            Note("request_failed", cause, self.request_id, facts, "warning"),
+        ]
+
+    def _refuse(self, code: ErrorCode, message: str, cause: str) -> list[Effect]:
+        was_cancelled = self.phase in CANCELLING
+        self.phase = RequestPhase.UNKNOWN
+        if was_cancelled:
+            return []
+        refused = RequestRefused(
+            request_id=self.request_id, code=code, message=message, retry_after_seconds=1.0
+        )
+        facts = (("code", code), ("reason", message))
+        return [
+            Send(self.gateway, refused, cause),
+            Note("request_refused", cause, self.request_id, facts, "warning"),
+        ]
+
+    def validate(self) -> None:
+        """Check what must always hold. Raises AssertionError naming it: a bug of ours."""
+        needs_decode = (RequestPhase.PLACED, RequestPhase.DECODING, RequestPhase.CANCELLING_DECODE)
+        assert self.phase not in needs_decode or self.decode is not None, self.phase
+        assert self.phase is not RequestPhase.WAITING or self.decode is None, self.decode
+        assert (self.phase not in CANCELLING) or self.cancelled_at is not None, self.phase

@@ -1,0 +1,144 @@
+"""The controller's shell: sockets, clock and log around the core; it decides nothing."""
+
+import asyncio
+import time
+from collections import deque
+
+import structlog
+
+from common.config.settings import Settings
+from common.errors import RemoteProtocolError
+from common.ids import new_epoch
+from common.messages.admin import CliToController, ControllerToCli, GetStatus
+from common.messages.codec import Codec, Received
+from common.messages.control import (
+    ControllerToGateway,
+    ControllerToWorker,
+    GatewayToController,
+    WorkerToController,
+)
+from common.transport.channels import ADMIN, CONTROL
+from common.transport.sockets import Identity, RouterHub, new_context
+from services.controller.core import ControllerCore
+from services.controller.effects import (
+    CoreEvent,
+    FromPeer,
+    MessageReceived,
+    Note,
+    Send,
+    SendFailed,
+    Tick,
+    ToPeer,
+)
+from services.controller.limits import ControllerLimits
+from services.controller.processes import ProcessWatch
+from services.controller.status import status_report
+
+TICK_SECONDS = 0.1
+
+log = structlog.get_logger()
+
+
+class ControllerServer:
+    """One controller with its sockets bound in ``run_dir``; made inside the running loop.
+
+    Raises ConfigError when a socket cannot be bound.
+    """
+
+    def __init__(self, settings: Settings, host: str) -> None:
+        self.core = ControllerCore(ControllerLimits.of(settings), host, time.monotonic())
+        self._watch = ProcessWatch()
+        self._stopped = asyncio.Event()
+        self._context = new_context()
+        identity = Identity("controller", new_epoch())
+        self._control = RouterHub[ToPeer, FromPeer](
+            self._context,
+            CONTROL,
+            settings.control_endpoint,
+            identity,
+            Codec(ControllerToWorker | ControllerToGateway),
+            Codec(WorkerToController | GatewayToController),
+        )
+        self._admin = RouterHub[ControllerToCli, CliToController](
+            self._context,
+            ADMIN,
+            settings.admin_endpoint,
+            identity,
+            Codec(ControllerToCli),
+            Codec(CliToController),
+        )
+
+    def stop(self) -> None:
+        """Let ``serve`` return."""
+        self._stopped.set()
+
+    async def serve(self) -> None:
+        """Work until ``stop``; then close the sockets and remove their files."""
+        log.info("controller_started", cause="start")
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._receive_control())
+                tasks.create_task(self._receive_admin())
+                tasks.create_task(self._tick())
+                await self._stopped.wait()
+                self._close()
+        finally:
+            self._close()
+            self._context.destroy(linger=0)
+            log.info("controller_stopped", cause="stop")
+
+    def _close(self) -> None:
+        self._control.close()
+        self._admin.close()
+
+    async def _receive_control(self) -> None:
+        async for received in self._control.received():
+            self._handle(MessageReceived(received))
+
+    async def _receive_admin(self) -> None:
+        def refuse(peer: bytes, error: RemoteProtocolError) -> None:
+            log.warning("admin_refused", cause=repr(peer), reason=str(error))
+
+        async for received in self._admin.received(refuse):
+            self._answer(received)
+
+    def _answer(self, received: Received[CliToController]) -> None:
+        envelope = received.envelope
+        answer: ControllerToCli
+        match received.message:
+            case GetStatus():
+                answer = status_report(self.core, time.monotonic())
+        if not self._admin.try_send((envelope.sender, envelope.epoch), answer, "status"):
+            log.info("admin_left", cause=f"GetStatus {envelope.sender}")
+
+    async def _tick(self) -> None:
+        while not self._stopped.is_set():
+            gone = self._watch.gone_of(self.core.members.local_pids())
+            self._handle(Tick(gone))
+            try:
+                async with asyncio.timeout(TICK_SECONDS):
+                    await self._stopped.wait()
+            except TimeoutError:
+                continue
+
+    def _handle(self, event: CoreEvent) -> None:
+        """Hand one event to the core and carry its effects out, those of their failures too."""
+        events: deque[CoreEvent] = deque([event])
+        while events:
+            for effect in self.core.handle(events.popleft(), time.monotonic()):
+                match effect:
+                    case Note():
+                        _write(effect)
+                    case Send(peer, message, cause, payload):
+                        if not self._control.try_send(peer, message, cause, payload):
+                            events.append(SendFailed(effect))
+
+
+def _write(note: Note) -> None:
+    facts = dict(note.facts)
+    if note.request_id is not None:
+        facts = {"request_id": note.request_id, **facts}
+    log.log(_LEVELS[note.level], note.event, cause=note.cause, **facts)
+
+
+_LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}

@@ -1,0 +1,42 @@
+"""What the operator is told about the cluster."""
+
+from common.messages.admin import GatewayStatus, StatusReport, WorkerStatus
+from services.controller.core import ControllerCore
+
+
+def status_report(core: ControllerCore, now: float) -> StatusReport:
+    """Return the cluster at this moment, workers and gateways by name."""
+    is_ready, reason = core.readiness(now)
+    workers = sorted(core.members.workers.values(), key=lambda worker: worker.peer.worker_id)
+    gateways = sorted(core.members.gateways.values(), key=lambda gateway: gateway.hello.gateway_id)
+    first = workers[0].hello if workers else None
+    return StatusReport(
+        is_ready=is_ready,
+        reason=reason,
+        model_name=first.model_name if first else "",
+        model_fingerprint=first.model_fingerprint if first else "",
+        uptime_seconds=max(0.0, now - core.started_at),
+        num_requests=len(core.book.requests),
+        workers=tuple(
+            WorkerStatus(
+                id=worker.peer.worker_id,
+                pid=worker.peer.pid,
+                epoch=worker.peer.epoch,
+                role=worker.peer.role,
+                state=worker.state,
+                heartbeat_age_seconds=max(0.0, now - worker.last_seen),
+                kv=worker.kv,
+                load=worker.load,
+            )
+            for worker in workers
+        ),
+        gateways=tuple(
+            GatewayStatus(
+                id=gateway.hello.gateway_id,
+                pid=gateway.hello.pid,
+                url=gateway.hello.url,
+                num_streams=gateway.num_streams,
+            )
+            for gateway in gateways
+        ),
+    )

@@ -1,0 +1,1 @@
+"""The decode worker: a worker that starts in the decode role."""

@@ -1,0 +1,24 @@
+"""``python -m services.decode``."""
+
+import sys
+from collections.abc import Sequence
+
+from common.config.program import run_program
+from common.config.settings import Settings
+from common.ids import WorkerId
+from common.messages.fields import Role
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the worker until SIGTERM or SIGINT; returns the exit code."""
+    return run_program("decode", "decode-0", sys.argv[1:] if argv is None else argv, _run)
+
+
+def _run(settings: Settings, worker_id: str) -> int:
+    from common.worker.program import run  # noqa: PLC0415 - torch loads for seconds; errors first
+
+    return run(settings, Role.DECODE, WorkerId(worker_id))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The prefill worker: a worker that starts in the prefill role, or as a combined one."""
