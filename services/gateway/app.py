@@ -89,7 +89,7 @@ def _add_operator_routes(app: FastAPI, backend: Backend, metrics: GatewayMetrics
 async def _on_request_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError)
     structlog.get_logger().info(
-        "request_refused",
+        "request_failed" if request.state.is_admitted else "request_refused",
         request_id=request.state.request_id,
         code=error.code,
         param=error.param,

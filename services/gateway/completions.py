@@ -94,19 +94,19 @@ class CompletionService:
             if plan.is_stream
             else WholeAnswer(plan, shape, head)
         )
+        self._log.info(
+            "request_received",
+            request_id=plan.request_id,
+            num_prompt_tokens=len(plan.prompt_token_ids),
+            num_choices=plan.params.num_choices,
+            max_tokens=plan.params.max_tokens,
+            is_stream=plan.is_stream,
+        )
         submission = await self._backend.submit(plan.request_id, plan.prompt_token_ids, plan.params)
+        connection.note_admitted()
+        self._metrics.prompt_tokens.inc(len(plan.prompt_token_ids))
         generation = Generation(plan, submission, self._tokenizer.token_bytes, self._metrics)
-        failure: RequestError | None = None
         try:
-            self._log.info(
-                "request_received",
-                request_id=plan.request_id,
-                num_prompt_tokens=len(plan.prompt_token_ids),
-                num_choices=plan.params.num_choices,
-                max_tokens=plan.params.max_tokens,
-                is_stream=plan.is_stream,
-            )
-            self._metrics.prompt_tokens.inc(len(plan.prompt_token_ids))
             failure = await answer.write(connection, generation)
         except asyncio.CancelledError:
             self._log_end("request_cancelled", connection, generation)

@@ -92,6 +92,10 @@ class Connection:
         self.is_complete = True
         await self._send(_body(chunk, is_more=False))
 
+    def note_admitted(self) -> None:
+        """Note that the cluster took the request: an error from now on is no refusal."""
+        self._scope["state"]["is_admitted"] = True
+
     def age_seconds(self) -> float:
         """Return the time since the request's headers arrived."""
         return time.perf_counter() - self.arrived_seconds

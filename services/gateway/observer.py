@@ -31,6 +31,7 @@ class RequestObserver:
         state = scope.setdefault("state", {})
         state["request_id"] = request_id
         state["arrived_seconds"] = time.perf_counter()
+        state["is_admitted"] = False
         status = 0
 
         async def send_with_id(message: Message) -> None:

@@ -1,0 +1,142 @@
+"""The gateway's process: ``python -m services.gateway``."""
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import structlog
+import uvicorn
+import uvloop
+
+from common.config.folders import prepare_run_dir
+from common.config.program import run_program
+from common.config.settings import Settings
+from common.errors import ConfigError
+from common.ids import GatewayId, new_epoch
+from common.messages.control import GatewayHello
+from common.models.config import ModelConfig
+from common.telemetry.logging import configure_logging
+from common.transport.sockets import new_context
+from services.gateway.app import build_app
+from services.gateway.backend import ServedModel
+from services.gateway.cluster import ClusterBackend
+from services.gateway.http_settings import HttpSettings
+
+log = structlog.get_logger()
+
+BACKLOG = 2048
+LAST_WORDS_SECONDS = 0.5
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, with the signals left to us."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave the process's signal handlers alone."""
+        yield
+
+
+def serve(settings: Settings, gateway_id: str) -> int:
+    """Serve HTTP until SIGTERM or SIGINT; return the exit code."""
+    file = configure_logging(gateway_id, settings.log_dir, settings.log_level)
+    try:
+        prepare_run_dir(settings.run_dir)
+        uvloop.run(_serve(settings, GatewayId(gateway_id)))
+    except* ConfigError as group:
+        first: BaseException = group
+        while isinstance(first, BaseExceptionGroup):
+            first = first.exceptions[0]
+        log.error("cannot_serve", reason=str(first))
+        raise first from None
+    finally:
+        file.close()
+    return 0
+
+
+async def _serve(settings: Settings, gateway_id: GatewayId) -> None:
+    if not settings.model:
+        raise ConfigError("FLOWPATH_MODEL names no model folder; `flowpath serve` prepares one")
+    listener = _bind(settings.host, settings.port)
+    host, port = listener.getsockname()[:2]
+    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    config = ModelConfig.load(Path(settings.model))
+    model = ServedModel(
+        name=settings.model_name,
+        folder=config.folder,
+        max_model_len=min(config.max_model_len, settings.max_model_len or config.max_model_len),
+        vocab_size=config.vocab_size,
+        eos_token_ids=config.eos_token_ids,
+        created_seconds=int((config.folder / "config.json").stat().st_mtime),
+    )
+    context = new_context()
+    tokens_endpoint = f"ipc://{settings.run_dir}/{gateway_id}.tokens"
+    hello = GatewayHello(
+        gateway_id=gateway_id,
+        epoch=new_epoch(),
+        pid=os.getpid(),
+        tokens_endpoint=tokens_endpoint,
+        model_fingerprint=config.fingerprint(),
+        url=url,
+    )
+    backend = ClusterBackend(
+        context,
+        gateway_id,
+        model,
+        settings.control_endpoint,
+        tokens_endpoint,
+        hello,
+        settings.request_timeout_seconds,
+    )
+    app = build_app(backend, HttpSettings(max_body_bytes=settings.max_body_bytes))
+    server = _Server(
+        uvicorn.Config(
+            app,
+            loop="uvloop",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=max(1, int(settings.drain_seconds)),
+            backlog=BACKLOG,
+        )
+    )
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, _stop, server)
+    log.info("gateway_listening", url=url, model=model.name)
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            channels = tasks.create_task(backend.run(), name="cluster")
+            await server.serve(sockets=[listener])
+            channels.cancel()
+    finally:
+        backend.close(LAST_WORDS_SECONDS)
+        listener.close()
+        context.destroy(linger=int(LAST_WORDS_SECONDS * 1000))
+    log.info("stopped")
+
+
+def _stop(server: uvicorn.Server) -> None:
+    log.info("draining")
+    server.should_exit = True
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {host} port {port}: {error.strerror}; "
+            "stop what uses it, or set FLOWPATH_PORT"
+        ) from error
+
+
+if __name__ == "__main__":
+    sys.exit(run_program("gateway", "gateway-0", sys.argv[1:], serve))

@@ -1,0 +1,353 @@
+"""The gateway's side of the cluster: submits to the controller, takes tokens from workers."""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from time import monotonic
+
+import numpy as np
+import structlog
+
+from common.errors import ConfigError, ErrorCode, RemoteProtocolError, RequestError
+from common.ids import GatewayId, RequestId, new_epoch
+from common.messages.codec import Codec
+from common.messages.control import (
+    CancelRequest,
+    ClusterState,
+    ControllerToGateway,
+    Fenced,
+    GatewayAccepted,
+    GatewayHeartbeat,
+    GatewayHello,
+    GatewayToController,
+    Goodbye,
+    HelloRefused,
+    HelloRequested,
+    RequestFailed,
+    RequestPlaced,
+    RequestRefused,
+    SubmitRequest,
+)
+from common.messages.tokens import StreamFailed, TokensGenerated, WorkerToGateway
+from common.messages.tokens import TokenDelta as WireDelta
+from common.sampling import SamplingParams
+from common.transport.channels import CONTROL, TOKENS
+from common.transport.sockets import Context, DealerLink, Identity, RouterHub
+from services.gateway.backend import PromptDone, ServedModel, TokenDelta
+from services.gateway.ordering import StreamOrder
+
+log = structlog.get_logger()
+
+ANSWER_SECONDS = 10.0
+"""How long the controller may take to place or refuse."""
+SILENCE_SECONDS = 10.0
+"""Controller and tokens both silent this long: nobody would tell us of a dead worker."""
+HELLO_RETRY_SECONDS = 0.5
+POLL_SECONDS = 1.0
+
+Event = PromptDone | TokenDelta | RequestError
+
+
+class ClusterSubmission:
+    """One request in the cluster (see ``Submission``)."""
+
+    def __init__(
+        self, backend: "ClusterBackend", request_id: RequestId, params: SamplingParams
+    ) -> None:
+        self.request_id = request_id
+        self._backend = backend
+        self._order = StreamOrder(params.num_choices)
+        self._events: deque[Event] = deque()
+        self._arrived = asyncio.Event()
+        self._placed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._is_closed = False
+        self._cancelled_choices: set[int] = set()
+        self._heard_at = monotonic()
+        timeout = backend.request_timeout_seconds
+        self._deadline = monotonic() + timeout if timeout else None
+
+    async def wait_placed(self) -> None:
+        """Wait until the controller has placed the request; raises RequestError when refused."""
+        try:
+            async with asyncio.timeout(ANSWER_SECONDS):
+                await self._placed
+        except TimeoutError:
+            raise RequestError(
+                ErrorCode.NO_WORKER,
+                f"the controller did not answer within {ANSWER_SECONDS:g} s",
+                retry_after_seconds=POLL_SECONDS,
+            ) from None
+
+    def placed(self) -> None:
+        """The controller chose workers."""
+        if not self._placed.done():
+            self._placed.set_result(None)
+
+    def refuse(self, error: RequestError) -> None:
+        """The controller took the request not in."""
+        if not self._placed.done():
+            self._placed.set_exception(error)
+
+    def take(self, delta: WireDelta) -> None:
+        """Put a delta in order. Raises RemoteProtocolError when it cannot belong here."""
+        self._heard_at = monotonic()
+        self._events.extend(self._order.add(delta))
+        self._arrived.set()
+
+    def fail(self, error: RequestError) -> None:
+        """End with an error, after what has come so far."""
+        self.refuse(error)
+        if not self._is_closed and not self._order.is_finished:
+            self._events.append(error)
+            self._arrived.set()
+
+    async def events(self) -> AsyncIterator[PromptDone | TokenDelta]:
+        """Yield what happens until every choice has finished; raises ``RequestError``."""
+        while True:
+            while self._events:
+                event = self._events.popleft()
+                if isinstance(event, RequestError):
+                    raise event
+                yield event
+            if self._order.is_finished:
+                return
+            self._arrived.clear()
+            try:
+                async with asyncio.timeout(POLL_SECONDS):
+                    await self._arrived.wait()
+            except TimeoutError:
+                self._check_deadlines()
+
+    def _check_deadlines(self) -> None:
+        now = monotonic()
+        if self._deadline is not None and now > self._deadline:
+            message = f"not finished within {self._backend.request_timeout_seconds:g} s"
+            raise RequestError(ErrorCode.DEADLINE_EXCEEDED, message)
+        silent = self._backend.controller_silence_seconds
+        if silent > SILENCE_SECONDS and now - self._heard_at > SILENCE_SECONDS:
+            message = "neither the controller nor the request's worker has been heard from"
+            raise RequestError(ErrorCode.WORKER_DIED, message)
+
+    async def cancel_choice(self, choice: int) -> None:
+        """End one choice, because a stop string matched. Idempotent."""
+        if choice in self._cancelled_choices or self._is_closed:
+            return
+        self._cancelled_choices.add(choice)
+        is_live = not self._order.is_finished
+        self._order.finish(choice)
+        self._arrived.set()
+        if is_live:
+            self._backend.cancel(self.request_id, choice, "stop string")
+
+    async def aclose(self) -> None:
+        """Cancel what is left and free it. Idempotent, and called for every submission."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if not self._order.is_finished:
+            self._backend.cancel(self.request_id, None, "client left or request failed")
+        self._backend.forget(self.request_id)
+
+
+class ClusterBackend:
+    """The cluster, reached over the control and tokens channels (see ``Backend``).
+
+    ``run`` serves both channels; it must run in the loop in which requests are submitted.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        gateway_id: GatewayId,
+        model: ServedModel,
+        control_endpoint: str,
+        tokens_endpoint: str,
+        hello: GatewayHello,
+        request_timeout_seconds: float,
+    ) -> None:
+        self.model = model
+        self.request_timeout_seconds = request_timeout_seconds
+        self._context = context
+        self._control_endpoint = control_endpoint
+        self._hello = hello
+        self._identity = Identity(gateway_id, hello.epoch)
+        self._control = self._connect()
+        tokens: Codec[WorkerToGateway] = Codec(WorkerToGateway)
+        self._tokens: RouterHub[WorkerToGateway, WorkerToGateway] = RouterHub(
+            context, TOKENS, tokens_endpoint, self._identity, tokens, tokens
+        )
+        self._submissions: dict[RequestId, ClusterSubmission] = {}
+        self._state: ClusterState | None = None
+        self._heard_at = monotonic()
+        self._heartbeat_seconds = HELLO_RETRY_SECONDS
+        self._is_registered = False
+
+    def _connect(self) -> DealerLink[GatewayToController, ControllerToGateway]:
+        return DealerLink(
+            self._context,
+            CONTROL,
+            self._control_endpoint,
+            self._identity,
+            Codec(GatewayToController),
+            Codec(ControllerToGateway),
+        )
+
+    # ---- what the HTTP half asks -----------------------------------------------------------------
+
+    async def submit(
+        self, request_id: RequestId, prompt_token_ids: Sequence[int], params: SamplingParams
+    ) -> ClusterSubmission:
+        """Hand a request to the cluster; raises ``RequestError`` when it is refused."""
+        is_ready, reason = self.readiness()
+        if not is_ready and self.controller_silence_seconds > SILENCE_SECONDS:
+            raise RequestError(ErrorCode.NO_WORKER, reason, retry_after_seconds=POLL_SECONDS)
+        submission = ClusterSubmission(self, request_id, params)
+        self._submissions[request_id] = submission
+        message = SubmitRequest(
+            request_id=request_id, params=params, num_prompt_tokens=len(prompt_token_ids)
+        )
+        payload = np.asarray(prompt_token_ids, dtype="<i4").tobytes()
+        try:
+            if not self._control.try_send(message, request_id, (payload,)):
+                full = "the controller takes no messages"
+                submission.refuse(
+                    RequestError(ErrorCode.NO_WORKER, full, retry_after_seconds=POLL_SECONDS)
+                )
+            await submission.wait_placed()
+        except BaseException:
+            await submission.aclose()
+            raise
+        return submission
+
+    def readiness(self) -> tuple[bool, str]:
+        """Whether requests can be served now, and the reason when they cannot."""
+        if self._state is None:
+            return False, "the controller has not answered yet"
+        if self.controller_silence_seconds > max(2.0, 10 * self._heartbeat_seconds):
+            silence = round(self.controller_silence_seconds, 1)
+            return False, f"the controller has been silent for {silence} s"
+        return self._state.is_ready, self._state.reason
+
+    @property
+    def controller_silence_seconds(self) -> float:
+        """Time since the controller was last heard from."""
+        return monotonic() - self._heard_at
+
+    def cancel(self, request_id: RequestId, choice: int | None, reason: str) -> None:
+        """Tell the controller that a request, or one choice of it, is no longer wanted."""
+        log.info("cancelling", request_id=request_id, choice=choice, reason=reason)
+        message = CancelRequest(request_id=request_id, choice=choice, reason=reason)
+        if not self._control.try_send(message, request_id):
+            log.error("control_queue_full", request_id=request_id)
+
+    def forget(self, request_id: RequestId) -> None:
+        """Drop a closed submission; what still comes for it is ignored."""
+        self._submissions.pop(request_id, None)
+
+    # ---- channels --------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Serve both channels until cancelled. Raises ConfigError when the cluster refuses us."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._receive_tokens(), name="tokens")
+            tasks.create_task(self._beat(), name="heartbeat")
+            tasks.create_task(self._receive_control(), name="control")
+
+    def close(self, linger_seconds: float) -> None:
+        """Say goodbye and close the sockets."""
+        self._control.try_send(Goodbye(reason="shut down"), "stop")
+        self._control.close(linger_seconds)
+        self._tokens.close()
+
+    async def _beat(self) -> None:
+        while True:
+            if self._is_registered:
+                beat = GatewayHeartbeat(num_streams=len(self._submissions))
+                self._control.try_send(beat, "heartbeat")
+            else:
+                self._control.try_send(self._hello, "start")
+            await asyncio.sleep(self._heartbeat_seconds)
+
+    async def _receive_control(self) -> None:
+        while True:
+            link = self._control
+            async for received in link.received():
+                self._heard_at = monotonic()
+                self._on_control(received.message)
+                if self._control is not link:
+                    break
+
+    def _on_control(self, message: ControllerToGateway) -> None:
+        match message:
+            case GatewayAccepted():
+                self._is_registered = True
+                self._heartbeat_seconds = message.heartbeat_seconds
+                log.info("registered")
+            case HelloRefused():
+                raise ConfigError(
+                    f"the controller refused this gateway: {message.field} is {message.actual}, "
+                    f"expected {message.expected}: {message.message}"
+                )
+            case HelloRequested():
+                self._control.try_send(self._hello, "hello requested")
+            case Fenced():
+                self._begin_anew(message.message)
+            case ClusterState():
+                self._state = message
+            case RequestPlaced():
+                submission = self._submissions.get(message.request_id)
+                if submission is not None:
+                    submission.placed()
+            case RequestRefused():
+                self._refused(message)
+            case RequestFailed():
+                self._failed(message.request_id, message.code, message.message)
+
+    def _refused(self, message: RequestRefused) -> None:
+        submission = self._submissions.get(message.request_id)
+        if submission is not None:
+            error = RequestError(
+                message.code, message.message, retry_after_seconds=message.retry_after_seconds
+            )
+            submission.refuse(error)
+
+    def _failed(self, request_id: RequestId, code: ErrorCode, message: str) -> None:
+        submission = self._submissions.get(request_id)
+        if submission is not None:
+            log.warning("stream_failed", request_id=request_id, code=code, reason=message)
+            submission.fail(RequestError(code, message))
+
+    def _begin_anew(self, reason: str) -> None:
+        """The controller took us for dead and cancelled our requests: come back as a new epoch."""
+        log.warning("fenced", reason=reason)
+        for request_id in list(self._submissions):
+            self._failed(request_id, ErrorCode.INTERNAL, f"the gateway was fenced: {reason}")
+        epoch = new_epoch()
+        self._hello = GatewayHello(
+            gateway_id=self._hello.gateway_id,
+            epoch=epoch,
+            pid=self._hello.pid,
+            tokens_endpoint=self._hello.tokens_endpoint,
+            model_fingerprint=self._hello.model_fingerprint,
+            url=self._hello.url,
+        )
+        self._identity.epoch = epoch
+        self._is_registered = False
+        self._control.close()
+        self._control = self._connect()
+
+    async def _receive_tokens(self) -> None:
+        async for received in self._tokens.received():
+            match received.message:
+                case TokensGenerated():
+                    for delta in received.message.deltas:
+                        submission = self._submissions.get(delta.request_id)
+                        if submission is None:
+                            continue
+                        try:
+                            submission.take(delta)
+                        except RemoteProtocolError as error:
+                            self._failed(delta.request_id, ErrorCode.INTERNAL, str(error))
+                case StreamFailed():
+                    failed = received.message
+                    self._failed(failed.request_id, failed.code, failed.message)
