@@ -31,7 +31,7 @@ class FakeBehaviour:
 
 
 class FakeSubmission:
-    """One request of the fake; remembers what was cancelled and closed."""
+    """One request of the fake; remembers what was played, cancelled and closed."""
 
     def __init__(
         self,
@@ -43,6 +43,7 @@ class FakeSubmission:
         self.request_id = request_id
         self.params = params
         self.cancelled_choices: set[int] = set()
+        self.num_played = 0
         self.closed = asyncio.Event()
         self.waiting = asyncio.Event()
         self._tokens = tokens
@@ -84,6 +85,7 @@ class FakeSubmission:
     def _delta(self, choice: int, position: int) -> TokenDelta:
         tokens = tuple(self._tokens[choice])
         burst = tokens[position : position + self._behaviour.burst]
+        self.num_played += len(burst)
         if position + len(burst) < len(tokens):
             return TokenDelta(choice, burst, None)
         is_stopped = bool(burst) and burst[-1].token_id in (

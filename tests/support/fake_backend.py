@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -58,6 +59,13 @@ def plain_tokenizer(folder: Path) -> tokenizers.Tokenizer:
     return tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
 
 
+def end_id(folder: Path) -> int:
+    """Return the id of the end token."""
+    token_id = plain_tokenizer(folder).token_to_id(END)
+    assert token_id is not None
+    return token_id
+
+
 def served_model(folder: Path) -> ServedModel:
     """Describe the tiny model."""
     tokenizer = plain_tokenizer(folder)
@@ -66,7 +74,7 @@ def served_model(folder: Path) -> ServedModel:
         folder=folder,
         max_model_len=MAX_MODEL_LEN,
         vocab_size=tokenizer.get_vocab_size(),
-        eos_token_ids=(tokenizer.token_to_id(END),),
+        eos_token_ids=(end_id(folder),),
         created_seconds=1_700_000_000,
     )
 
@@ -74,18 +82,14 @@ def served_model(folder: Path) -> ServedModel:
 def scripted(token_ids: Sequence[int]) -> Callable[..., list[SampledToken]]:
     """Return a script that draws these tokens, with logprobs -0.5, -1, ... when asked."""
 
-    def script(
-        prompt: Sequence[int], params: SamplingParams, choice: int
-    ) -> list[SampledToken]:
+    def script(prompt: Sequence[int], params: SamplingParams, choice: int) -> list[SampledToken]:
         if params.num_logprobs is None:
             return [SampledToken(token_id) for token_id in token_ids]
         return [
             SampledToken(
                 token_id,
                 -0.5,
-                tuple(
-                    (token_id + rank, -0.5 * (rank + 1)) for rank in range(params.num_logprobs)
-                ),
+                tuple((token_id + rank, -0.5 * (rank + 1)) for rank in range(params.num_logprobs)),
             )
             for token_id in token_ids
         ]
@@ -98,7 +102,7 @@ def replying(folder: Path, text: str, *, has_end: bool = True) -> Script:
     tokenizer = plain_tokenizer(folder)
     token_ids = tokenizer.encode(text, add_special_tokens=False).ids
     if has_end:
-        token_ids = [*token_ids, tokenizer.token_to_id(END)]
+        token_ids = [*token_ids, end_id(folder)]
     return scripted(token_ids)
 
 
@@ -121,19 +125,19 @@ async def asgi_client(
 
 
 @asynccontextmanager
-async def served(
-    backend: FakeBackend, settings: HttpSettings | None = None
-) -> AsyncIterator[int]:
+async def served(backend: FakeBackend, settings: HttpSettings | None = None) -> AsyncIterator[int]:
     """Serve the app by uvicorn on a free loopback port, and yield the port."""
     started = asyncio.Event()
 
     class Server(uvicorn.Server):
-        async def startup(self, sockets: list[object] | None = None) -> None:
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup(sockets=sockets)
             started.set()
 
     app = build_app(backend, settings or HttpSettings())
-    config = uvicorn.Config(app, host="127.0.0.1", port=0, lifespan="off", log_config=None)
+    config = uvicorn.Config(
+        app, host="127.0.0.1", port=0, lifespan="off", log_config=None, timeout_graceful_shutdown=5
+    )
     server = Server(config)
     async with asyncio.TaskGroup() as group:
         group.create_task(server._serve())
@@ -143,4 +147,3 @@ async def served(
             yield server.servers[0].sockets[0].getsockname()[1]
         finally:
             server.should_exit = True
-            server.force_exit = True

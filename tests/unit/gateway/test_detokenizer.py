@@ -28,9 +28,7 @@ def token_bytes(tiny_folder: Path) -> TokenBytes:
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_pieces_join_to_the_whole_and_never_hold_a_broken_character(
-    tiny_folder, token_bytes, text
-):
+def test_pieces_join_to_the_whole_and_never_hold_a_broken_character(tiny_folder, token_bytes, text):
     ids = plain_tokenizer(tiny_folder).encode(text).ids
     detokenizer = Detokenizer(token_bytes)
     pieces = [detokenizer.feed(token_id) for token_id in ids]
@@ -105,5 +103,5 @@ def test_metaspace_decoders_are_understood():
 def test_an_unknown_decoder_is_refused_by_name(decoder):
     tokenizer = sentencepiece_like()
     tokenizer.decoder = decoder
-    with pytest.raises(ModelError, match="WordPiece|CTC"):
+    with pytest.raises(ModelError, match=r"WordPiece|CTC"):
         table_of(tokenizer)

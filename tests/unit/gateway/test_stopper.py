@@ -1,3 +1,5 @@
+import itertools
+
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -18,7 +20,7 @@ def whole_text_reference(text: str, stops: list[str]) -> tuple[str, bool]:
 
 def cut(text: str, borders: list[int]) -> list[str]:
     places = sorted({border % (len(text) + 1) for border in borders} | {0, len(text)})
-    return [text[start:end] for start, end in zip(places, places[1:], strict=False)]
+    return [text[start:end] for start, end in itertools.pairwise(places)]
 
 
 @given(TEXT, STOPS, st.lists(st.integers(0, 100)))
