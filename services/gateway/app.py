@@ -91,7 +91,7 @@ async def _on_request_error(request: Request, error: Exception) -> Response:
     structlog.get_logger().info(
         "request_failed" if request.state.is_admitted else "request_refused",
         request_id=request.state.request_id,
-        code=error.code,
+        code=str(error.code),
         param=error.param,
         status=HTTP_MAPPINGS[error.code].status,
     )

@@ -117,7 +117,7 @@ class CompletionService:
         if failure is None:
             self._log_end("request_finished", connection, generation)
         else:
-            self._log_end("request_failed", connection, generation, code=failure.code)
+            self._log_end("request_failed", connection, generation, code=str(failure.code))
 
     async def _plan(self, connection: Connection, request: CompletionRequest) -> CompletionPlan:
         model = self._backend.model
@@ -159,7 +159,7 @@ class CompletionService:
             request_id=connection.request_id,
             num_cached_tokens=generation.num_cached_tokens,
             num_completion_tokens=generation.num_completion_tokens,
-            finish_reasons=[reason or "none" for reason in generation.finish_reasons],
+            finish_reasons=[str(reason) for reason in generation.finish_reasons],
             seconds=round(connection.age_seconds(), 6),
             **fields,
         )
