@@ -98,6 +98,11 @@ class LocalScheduler:
         self._is_step_open = False
         self.num_steps = 0
 
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block."""
+        return self._limits.block_size
+
     # ---- what comes from outside ---------------------------------------------------------------
 
     def add(self, new: NewRequest, *, is_remote: bool) -> list[Effect]:
