@@ -135,9 +135,9 @@ class Settings(BaseSettings):
         "XDG_RUNTIME_DIR or the temporary folder, one per user and port.",
     )
     log_dir: Folder = Field(
-        default_factory=lambda: default_log_dir(environment),
-        description="Folder of log files, one per process; by default flowpath in XDG_STATE_HOME "
-        "or ~/.local/state.",
+        default_factory=lambda data: default_log_dir(environment, data["port"]),
+        description="Folder of log files, one per process; by default flowpath/PORT in "
+        "XDG_STATE_HOME or ~/.local/state.",
     )
     cache_dir: Folder = Field(
         default_factory=lambda: default_cache_dir(environment),
@@ -160,7 +160,7 @@ class Settings(BaseSettings):
         description="Silence after which a process is taken for dead; at least three heartbeats.",
     )
     lease_seconds: float = Field(
-        2.0, ge=0.05, le=600, description="Lease of a handoff, renewed by both workers."
+        5.0, ge=0.05, le=600, description="Lease of a handoff, renewed by both workers."
     )
     request_timeout_seconds: float = Field(
         0.0, ge=0, description="Longest life of a request; 0 is none."

@@ -65,11 +65,16 @@ Connect = Callable[[str], DealerLink[PrefillToDecode, DecodeToPrefill]]
 OnEnded = Callable[[RequestId, WorkerId, Outcome], None]
 
 
+PAIRING_SECONDS = 30.0
+"""How long a decode side may take to answer, and its pool to be mapped."""
+
+
 @dataclass(slots=True, eq=False)
 class _Peer:
     info: PeerInfo
     link: DealerLink[PrefillToDecode, DecodeToPrefill]
     lease_seconds: float
+    pairing_deadline: float
     pool: PeerLink | None = None
     num_pool_blocks: int = 0
     is_gone: bool = False
@@ -128,7 +133,12 @@ class OutboundHandoffs:
         key = (info.worker_id, info.epoch)
         peer = self._peers.get(key)
         if peer is None:
-            peer = _Peer(info, self._connect(info.handoff_endpoint), self._setup.lease_seconds)
+            peer = _Peer(
+                info,
+                self._connect(info.handoff_endpoint),
+                self._setup.lease_seconds,
+                monotonic() + PAIRING_SECONDS,
+            )
             self._peers[key] = peer
             request = PairRequest(
                 peer=self._setup.self_info, model_fingerprint=self._setup.model_fingerprint
@@ -257,8 +267,13 @@ class OutboundHandoffs:
         self._event(request_id, CancelRequested(reason))
 
     def tick(self, now: float) -> None:
-        """Notice expired leases."""
+        """Notice expired leases, and peers that do not pair."""
+        for peer in [p for p in self._peers.values() if p.pool is None]:
+            if now > peer.pairing_deadline:
+                self._pairing_failed(peer, f"no answer within {PAIRING_SECONDS:g} s")
         for transfer in list(self._transfers.values()):
+            if transfer in transfer.peer.unsent:
+                transfer.machine.renew(now + self._setup.lease_seconds)
             self._execute(transfer, transfer.machine.tick(now))
 
     def renew_leases(self) -> None:

@@ -109,6 +109,7 @@ class HybridWorker:
         self._lease_seconds = lease_seconds
         self._routes: dict[RequestId, _Route] = {}
         self._wake = asyncio.Event()
+        self._role: Role | None = None
         self._is_draining = False
         self._is_quarantined = False
         self._is_idle_checked = False
@@ -132,6 +133,7 @@ class HybridWorker:
         """Carry out one order."""
         match order:
             case WorkerAccepted():
+                self._role = order.role
                 for peer in order.peers:
                     self._pair(peer)
             case PeerJoined():
@@ -151,7 +153,7 @@ class HybridWorker:
         self._wake.set()
 
     def _pair(self, peer: PeerInfo) -> None:
-        if peer.role is Role.DECODE and peer.worker_id != self._id:
+        if self._role is Role.PREFILL and peer.role is Role.DECODE:
             self._outbound.pair(peer)
 
     def _place(self, order: PlaceRequest, payload: tuple[bytes, ...]) -> None:
