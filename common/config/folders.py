@@ -22,10 +22,10 @@ def default_run_dir(environment: Mapping[str, str], port: int) -> Path:
     return Path(tempfile.gettempdir()) / f"flowpath-{os.getuid()}-{port}"
 
 
-def default_log_dir(environment: Mapping[str, str]) -> Path:
-    """Return the folder of log files."""
+def default_log_dir(environment: Mapping[str, str], port: int) -> Path:
+    """Return the folder of log files for one port: two clusters never share a file."""
     state = environment.get("XDG_STATE_HOME", "")
-    return (Path(state) if state else Path.home() / ".local" / "state") / "flowpath"
+    return (Path(state) if state else Path.home() / ".local" / "state") / "flowpath" / str(port)
 
 
 def default_cache_dir(environment: Mapping[str, str]) -> Path:

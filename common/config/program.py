@@ -1,6 +1,9 @@
 """How every program of FlowPath starts: settings from one file, a name, exit code 2 when wrong."""
 
 import argparse
+import ctypes
+import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,6 +13,7 @@ from common.config.settings import Settings
 from common.errors import ConfigError
 
 EXIT_CONFIG_ERROR = 2
+_PR_SET_PDEATHSIG = 1
 
 
 def run_program(
@@ -18,18 +22,33 @@ def run_program(
     argv: Sequence[str],
     body: Callable[[Settings, str], int],
 ) -> int:
-    """Read ``[--settings FILE] [--id ID]``, call ``body(settings, id)`` and return its exit code.
+    """Read the arguments, call ``body(settings, id)`` and return its exit code.
 
+    They are ``[--settings FILE] [--id ID] [--parent PID]``.
+    With ``--parent`` the process is killed when that one, its parent, ends, however it ends.
     Without ``--settings`` the layers are loaded (environment, FLOWPATH_CONFIG, defaults). A
     ConfigError, here or in ``body``, is told on standard error and returns 2.
     """
     parser = argparse.ArgumentParser(prog=f"python -m services.{program}")
     parser.add_argument("--settings", type=Path, help="settings file of the whole cluster")
     parser.add_argument("--id", default=default_id, help="this process's name in the cluster")
+    parser.add_argument("--parent", type=int, help="process id of the supervisor to die with")
     given = parser.parse_args(list(argv))
+    if given.parent is not None:
+        die_with_parent(given.parent)
     try:
         settings = read_settings(given.settings) if given.settings else load_settings().settings
         return body(settings, str(given.id))
     except ConfigError as error:
         sys.stderr.write(f"flowpath {program}: {error}\n")
         return EXIT_CONFIG_ERROR
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when ``parent`` ends; exit now when it has ended."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"prctl(PR_SET_PDEATHSIG): {os.strerror(number)}")
+    if os.getppid() != parent:
+        sys.exit(1)

@@ -27,6 +27,9 @@ from services.controller.request_book import RequestBook, ignored
 from services.controller.request_machine import CANCELLING, RequestPhase
 from services.controller.request_record import RequestRecord
 
+MAX_FAULTS = 5
+"""Attempts with one decode worker that fail for another reason than room."""
+
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
@@ -80,7 +83,7 @@ class Dispatcher:
             if record.prefill != sender or record.decode[0] != message.decode_worker:
                 return [ignored(message.request_id, cause, "not its present decode side")]
             if message.code is not ErrorCode.NO_ROOM:
-                record.excluded.add(record.decode)
+                record.faults[record.decode] += 1
         facts: tuple[Fact, ...] = (
             ("decode", message.decode_worker),
             ("code", message.code),
@@ -190,11 +193,11 @@ class Dispatcher:
     def _place_decode(self, record: RequestRecord, cause: str, now: float) -> list[Effect]:
         """Try to place a waiting decode: first on those not asked yet, then where room shows."""
         workers = [w for w in self._members.workers.values() if w.peer.role is Role.DECODE]
-        if workers and all(worker.key in record.excluded for worker in workers):
+        if workers and all(_is_excluded(record, worker.key) for worker in workers):
             told = "no decode worker can be paired with its prefill worker"
             event = machine.DeadlinePassed(ErrorCode.TRANSFER_FAILED, told)
             return self._book.step(record.request_id, event, cause, now)
-        ready = [w for w in self._members.ready_workers() if w.key not in record.excluded]
+        ready = [w for w in self._members.ready_workers() if not _is_excluded(record, w.key)]
         unasked = [w.view() for w in ready if w.key not in record.refusals]
         chosen = choose_decode(unasked, record.num_blocks)
         if chosen is None:
@@ -236,6 +239,10 @@ class Dispatcher:
         worker = self._members.worker_named(worker_id)
         assert worker is not None, worker_id
         return worker.key
+
+
+def _is_excluded(record: RequestRecord, decode: PeerKey) -> bool:
+    return record.faults[decode] >= MAX_FAULTS
 
 
 def refuse(gateway: PeerKey, request_id: RequestId, refusal: Refusal, cause: str) -> list[Effect]:

@@ -1,5 +1,6 @@
 """One request's record: walks the table of ``request_machine`` and says whom to tell."""
 
+from collections import Counter
 from collections.abc import Iterable
 
 from common.errors import ErrorCode
@@ -38,9 +39,9 @@ class RequestRecord:
     """One placed request. Made by a ``Submitted`` event that was placed.
 
     ``decode`` is the same as ``prefill`` on a combined worker, and None while no decode side is
-    placed. ``refusals`` holds when a decode side refused, ``excluded`` those that can never be
-    paired with. ``num_blocks`` are the prompt's and its growth's. Times are on the clock of the
-    ``now`` arguments.
+    placed. ``refusals`` holds when a decode side refused last, ``faults`` how often it could not
+    work for another reason than room. ``num_blocks`` are the prompt's
+    and its growth's. Times are on the clock of the ``now`` arguments.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class RequestRecord:
         self.cancelled_at: float | None = None
         self.was_stopped = False
         self.refusals: dict[PeerKey, float] = {}
-        self.excluded: set[PeerKey] = set()
+        self.faults: Counter[PeerKey] = Counter()
         self._story = Story()
 
     def side_of(self, peer: PeerKey) -> str | None:

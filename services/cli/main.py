@@ -1,0 +1,146 @@
+"""The commands of ``flowpath``."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from common.config.load import LoadedSettings, load_settings
+from common.config.settings import Settings
+from services.cli.check import print_settings
+from services.cli.flags import Load, with_settings
+from services.cli.supervisor.prepare import claim_port
+from services.cli.supervisor.serve import flowpath_version
+from services.cli.supervisor.serve import serve as serve_cluster
+from services.cli.terminal import ends_by_name, out
+
+app = typer.Typer(
+    name="flowpath",
+    help="Serves large language models with prefill and decode on separate workers.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Config = Annotated[
+    Path | None, typer.Option("--config", help="TOML file of settings (FLOWPATH_CONFIG).")
+]
+Port = Annotated[str | None, typer.Option("--port", help="HTTP port of the gateway.")]
+RunDir = Annotated[str | None, typer.Option("--run-dir", help="Folder of sockets.")]
+LogDir = Annotated[str | None, typer.Option("--log-dir", help="Folder of log files.")]
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    show_version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Take the flags that stand before a command."""
+    if show_version:
+        out().print(f"flowpath {flowpath_version()}")
+        raise typer.Exit
+
+
+def _serve(load: Load, check: bool) -> None:
+    """Start and supervise every process on this host until Ctrl-C."""
+    loaded = load()
+    if check:
+        print_settings(loaded)
+        return
+    settings = loaded.settings
+    if is_any := settings.port == 0:
+        settings = _with_free_port(loaded)
+    raise typer.Exit(serve_cluster(settings, is_port_free=is_any))
+
+
+def _with_free_port(loaded: LoadedSettings) -> Settings:
+    """Fix the port, and with it the folders that are named after it."""
+    settings = loaded.settings
+    values = {
+        name: getattr(settings, name)
+        for name, source in loaded.sources.items()
+        if source != "default"
+    }
+    values["port"] = claim_port(settings.host, 0)
+    return Settings.model_validate(values)
+
+
+def _one_program(program: str, process_id: str, summary: str) -> None:
+    def command(load: Load, check: bool) -> None:
+        loaded = load()
+        if check:
+            print_settings(loaded)
+            return
+        from services.cli.program import become  # noqa: PLC0415 - keeps os.exec out of tests
+
+        is_combined = program == "prefill" and loaded.settings.combined
+        become(program, loaded.settings, "combined-0" if is_combined else process_id)
+
+    command.__doc__ = summary
+    command.__name__ = program
+    app.command(program)(ends_by_name(with_settings(command)))
+
+
+app.command("serve")(ends_by_name(with_settings(_serve)))
+_one_program("gateway", "gateway-0", "Run one gateway.")
+_one_program("controller", "controller", "Run the controller.")
+_one_program("prefill", "prefill-0", "Run one prefill worker, with --combined one for both roles.")
+_one_program("decode", "decode-0", "Run one decode worker.")
+
+
+@app.command()
+@ends_by_name
+def status(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    port: Port = None,
+    run_dir: RunDir = None,
+    config: Config = None,
+) -> None:
+    """Show workers, their KV blocks and gateways, as the controller sees them."""
+    from services.cli.status import show_status  # noqa: PLC0415 - each command loads its own
+
+    loaded = load_settings({"port": port, "run_dir": run_dir}, config)
+    show_status(loaded.settings, as_json=as_json)
+
+
+@app.command()
+@ends_by_name
+def logs(
+    request: Annotated[
+        str | None, typer.Option("--request", help="Only the story of this request id.")
+    ] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until Ctrl-C.")] = False,
+    port: Port = None,
+    log_dir: LogDir = None,
+    config: Config = None,
+) -> None:
+    """Show the log files of all processes, merged by time."""
+    from services.cli.logs import show_logs  # noqa: PLC0415
+
+    loaded = load_settings({"port": port, "log_dir": log_dir}, config)
+    show_logs(loaded.settings.log_dir, request, follow=follow)
+
+
+@app.command()
+@ends_by_name
+def chat(
+    url: Annotated[
+        str | None, typer.Option("--url", help="Gateway; by default this host's at --port.")
+    ] = None,
+    system: Annotated[str | None, typer.Option("--system", help="System message.")] = None,
+    max_tokens: Annotated[int | None, typer.Option("--max-tokens", min=1)] = None,
+    temperature: Annotated[float | None, typer.Option("--temperature", min=0.0)] = None,
+    port: Port = None,
+    config: Config = None,
+) -> None:
+    """Chat with the served model; /exit ends, Ctrl-C stops an answer."""
+    from services.cli import chat as terminal_chat  # noqa: PLC0415
+
+    target = url or load_settings({"port": port}, config).settings.url
+    terminal_chat.main(target, max_tokens, temperature, system)
+
+
+def main() -> None:
+    """Run the command line."""
+    app()

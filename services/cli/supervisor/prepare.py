@@ -1,0 +1,84 @@
+"""Everything that can be refused before the first process starts."""
+
+import asyncio
+import socket
+import stat
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from common.config.folders import lock_file
+from common.config.settings import Settings
+from common.errors import ConfigError
+from common.models.config import ModelConfig
+
+
+def claim_port(host: str, port: int) -> int:
+    """Return the port to serve on: the asked one when it is free, for 0 any free one.
+
+    ConfigError when it is in use or may not be bound.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ConfigError(
+                f"port {port} on {host} cannot be used: {error.strerror}; stop what listens there, "
+                "or choose another with --port or FLOWPATH_PORT"
+            ) from error
+        return int(probe.getsockname()[1])
+
+
+def clean_run_dir(folder: Path) -> list[str]:
+    """Remove socket files that a killed cluster left behind; returns their names.
+
+    The caller holds the folder's lock. ConfigError when a controller still runs in it.
+    """
+    with lock_file(folder / "controller.lock", "a controller"):
+        stale = [path for path in folder.iterdir() if stat.S_ISSOCK(path.lstat().st_mode)]
+        for path in stale:
+            path.unlink()
+    return sorted(path.name for path in stale)
+
+
+async def prepare_model(settings: Settings, tell: Callable[[str], None]) -> Settings:
+    """Return settings that name a checked model folder; the default one is made where missing.
+
+    ``tell`` gets the progress. Raises ModelError, which names the file, for a folder that cannot
+    be served.
+    """
+    if settings.model:
+        folder = Path(settings.model)
+    else:
+        folder = await _default_model(settings, tell)
+    ModelConfig.load(folder)
+    named = {"model": str(folder), "served_model_name": settings.model_name}
+    return settings.model_copy(update=named)
+
+
+async def _default_model(settings: Settings, tell: Callable[[str], None]) -> Path:
+    # A process of its own: the conversion imports torch.
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "common.models.default_model"),
+        *("--cache-dir", str(settings.cache_dir / "models")),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    lines: list[str] = []
+    try:
+        async for line in process.stderr:
+            lines.append(line.decode(errors="replace").rstrip())
+            tell(lines[-1])
+        answer = (await process.stdout.read()).decode().strip()
+        if await process.wait() != 0:
+            told = "; ".join(lines[-3:]) or f"exit code {process.returncode}"
+            raise ConfigError(f"the default model cannot be made: {told}")
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    return Path(answer.splitlines()[-1])

@@ -1,0 +1,84 @@
+"""``flowpath serve`` from settings to exit code."""
+
+import asyncio
+import shutil
+import signal
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+
+from common.config.folders import lock_file, prepare_run_dir
+from common.config.load import save_settings
+from common.config.settings import Settings
+from common.telemetry.logging import configure_logging
+from services.cli.supervisor.plan import plan_processes
+from services.cli.supervisor.prepare import claim_port, clean_run_dir, prepare_model
+from services.cli.supervisor.supervisor import Supervisor
+from services.cli.terminal import out
+
+
+def flowpath_version() -> str:
+    """Return the installed version."""
+    try:
+        return version("flowpath")
+    except PackageNotFoundError:
+        return "unknown (not installed)"
+
+
+def serve(settings: Settings, *, is_port_free: bool) -> int:
+    """Run the whole cluster until a stop signal; return the exit code.
+
+    Raises ConfigError, with nothing started, when something is wrong with the settings.
+    ``is_port_free`` says that the port was claimed already.
+    """
+    if not is_port_free:
+        claim_port(settings.host, settings.port)
+    was_there = settings.run_dir.exists()
+    prepare_run_dir(settings.run_dir)
+    with lock_file(settings.run_dir / "serve.lock", "another flowpath serve"):
+        clean_run_dir(settings.run_dir)
+        file = configure_logging("serve", settings.log_dir, settings.log_level)
+        try:
+            return asyncio.run(_serve(settings, out()))
+        finally:
+            file.close()
+            _tidy(settings.run_dir, remove_folder=not was_there)
+
+
+async def _serve(settings: Settings, console: Console) -> int:
+    def tell(line: str) -> None:
+        console.print(escape(line))
+
+    tell(f"FlowPath {flowpath_version()}")
+    settings = await prepare_model(settings, tell)
+    specs = plan_processes(settings)
+    settings_file = settings.run_dir / "settings.json"
+    save_settings(settings, settings_file)
+    transport = "local (one worker does both)" if settings.combined else "shm (shared memory)"
+    processes = ", ".join(spec.name for spec in specs)
+    for name, value in (
+        ("url", f"{settings.url}/v1"),
+        ("model", f"{settings.model_name} ({settings.model}), {settings.dtype}"),
+        ("processes", processes),
+        ("transport", transport),
+        ("logs", str(settings.log_dir)),
+    ):
+        tell(f"  {name:<10} {value}")
+    supervisor = Supervisor(settings, specs, settings_file, tell)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, supervisor.stop)
+    code = await supervisor.run()
+    tell("stopped")
+    return code
+
+
+def _tidy(run_dir: Path, *, remove_folder: bool) -> None:
+    """Leave nothing of ours behind in the folder of sockets."""
+    if remove_folder:
+        shutil.rmtree(run_dir, ignore_errors=True)
+        return
+    for name in ("settings.json", "controller.lock", "serve.lock"):
+        (run_dir / name).unlink(missing_ok=True)
