@@ -9,6 +9,8 @@ from common.ids import RequestId
 from common.sampling import FinishReason, SampledToken, SamplingParams
 from services.gateway.backend import PromptDone, ServedModel, TokenDelta
 
+_TURNS_TO_CLOSE = 4
+
 Script = Callable[[Sequence[int], SamplingParams, int], Sequence[SampledToken]]
 """(prompt token ids, params, choice) to all the tokens that the choice would draw."""
 
@@ -46,7 +48,7 @@ class FakeSubmission:
         self.num_played = 0
         self.closed = asyncio.Event()
         self.waiting = asyncio.Event()
-        self._tokens = tokens
+        self._tokens = [tuple(of_choice) for of_choice in tokens]
         self._behaviour = behaviour
 
     async def events(self) -> AsyncGenerator[PromptDone | TokenDelta]:
@@ -79,11 +81,13 @@ class FakeSubmission:
         self.cancelled_choices.add(choice)
 
     async def aclose(self) -> None:
-        """Note that the gateway let go of the request."""
+        """Note that the gateway let go of the request, after a few turns of the loop."""
+        for _ in range(_TURNS_TO_CLOSE):
+            await asyncio.sleep(0)
         self.closed.set()
 
     def _delta(self, choice: int, position: int) -> TokenDelta:
-        tokens = tuple(self._tokens[choice])
+        tokens = self._tokens[choice]
         burst = tokens[position : position + self._behaviour.burst]
         self.num_played += len(burst)
         if position + len(burst) < len(tokens):
