@@ -117,3 +117,66 @@ def checksum_blocks(
     buf: _Memory, block_ids: NDArray[np.int32] | Sequence[int], block_bytes: int
 ) -> NDArray[np.uint64]:
     """Return the checksum of each named block; an id outside of ``buf`` is a ``ValueError``."""
+
+# CPU engine: cpu_bindings.cpp
+
+def cpu_instruction_sets() -> list[str]:
+    """Return the instruction sets that the CPU kernels can use here, widest first."""
+
+class CpuKernels:
+    """What a decoder layer does beside its matrix products, over one pool and one ragged batch.
+
+    Tensors are passed by address (0 for none); they must be contiguous and of ``dtype``. ``qkv``
+    is (tokens, num_heads + 2 * num_kv_heads, head_dim), flat tokens in the batch's order.
+    """
+
+    def __init__(
+        self,
+        pool: _Memory,
+        *,
+        num_layers: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        block_bytes: int,
+        dtype: str,
+        num_heads: int,
+        cosine: NDArray[np.float32],
+        sine: NDArray[np.float32],
+        num_threads: int = 1,
+        instruction_set: str = "",
+    ) -> None:
+        """Bind to a writable pool; ValueError where the shape does not fit.
+
+        ``cosine`` and ``sine`` are (positions, head_dim / 2). ``instruction_set`` "" chooses the
+        widest; ``dtype`` is ``float32`` or ``bfloat16``.
+        """
+    @property
+    def instruction_set(self) -> str:
+        """Return the name of the set in use."""
+    def set_batch(
+        self,
+        positions: NDArray[np.int32],
+        slots: NDArray[np.int64],
+        tables: NDArray[np.int32],
+    ) -> None:
+        """Take the batch of the next calls; ValueError where an index is out of range.
+
+        ``slots`` are block * block_size + offset. The first ``len(tables)`` tokens are paged: each
+        has a row of block numbers that reaches its position.
+        """
+    def rotate_store(
+        self, layer: int, qkv: int, q_weight: int, k_weight: int, epsilon: float
+    ) -> None:
+        """RMS-normalise (where weights are given) and rotate q and k in place; store k and v."""
+    def attend(self, layer: int, qkv: int, out: int, window: int, scale: float) -> None:
+        """Attention of the paged tokens into ``out``, (paged tokens, num_heads, head_dim).
+
+        ``window`` is how many positions a token sees, itself included; 0 is all.
+        """
+    def rms_norm(
+        self, residual: int, delta: int, weight: int, out: int, rows: int, size: int, epsilon: float
+    ) -> None:
+        """Add ``delta`` (where given) to ``residual`` in place, and write its RMSNorm to ``out``."""
+    def silu_mul(self, gate_up: int, out: int, rows: int, size: int) -> None:
+        """Write silu(gate) * up of (rows, 2 * size) to ``out``, (rows, size)."""

@@ -1,0 +1,91 @@
+// What a decoder layer does beside its matrix products, over one paged pool and one ragged batch.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "flowpath/cpu_kernels.hpp"
+#include "flowpath/cpu_team.hpp"
+
+namespace flowpath::cpu {
+
+struct DecoderShape {
+    PoolView pool;
+    std::int32_t num_layers;
+    std::int32_t num_heads;
+    std::int64_t max_positions;  // rows of the rotary tables
+    Element element;
+};
+
+// One step's tokens: those of all rows, flattened. The first num_paged tokens attend through the
+// pool and have a row of block numbers each; the others only store their K and V.
+struct Batch {
+    std::vector<std::int32_t> positions;
+    std::vector<std::int64_t> slots;
+    std::vector<std::int32_t> tables;
+    std::int64_t num_paged = 0;
+    std::int64_t table_width = 0;
+};
+
+enum class BatchFault : std::uint8_t { none, lengths, position, slot, table };
+
+class DecoderKernels {
+public:
+    // cosine and sine are (max_positions, head_dim / 2) and must outlive this object, like the
+    // pool. The instruction set must be supported.
+    DecoderKernels(const DecoderShape& shape, const float* cosine, const float* sine,
+                   int num_threads, InstructionSet set);
+
+    [[nodiscard]] const char* instruction_set() const noexcept { return kernels_.name; }
+    [[nodiscard]] const DecoderShape& shape() const noexcept { return shape_; }
+
+    // Takes the batch that the following calls work on, once every index in it is known to lie in
+    // the pool and the rotary tables; otherwise the old batch stays.
+    [[nodiscard]] BatchFault set_batch(Batch&& batch);
+
+    // Rotates queries and keys in place and stores K and V of all tokens; qkv is (tokens,
+    // num_heads + 2 * num_kv_heads, head_dim). Weights of the q and k norm may be null.
+    void rotate_store(std::int32_t layer, void* qkv, const void* q_weight, const void* k_weight,
+                      float epsilon) const;
+
+    // Attention of the first num_paged tokens of qkv into out, (num_paged, num_heads, head_dim).
+    // window is the number of positions a token sees, itself included; 0 means all.
+    void attend(std::int32_t layer, const void* qkv, void* out, std::int32_t window, float scale);
+
+    void rms_norm(const NormArgs& args, std::int64_t rows) const;
+    void silu_mul(const void* gate_up, void* out, std::int64_t rows, std::int64_t size) const;
+
+    // Whether a call over this many numbers takes long enough to let other threads run meanwhile.
+    [[nodiscard]] bool is_long(std::int64_t num_elements) const noexcept {
+        return num_elements >= long_call_elements;
+    }
+
+private:
+    static constexpr std::int64_t long_call_elements = 1 << 17;
+
+    struct Part {
+        std::int64_t token;
+        std::int32_t kv_head;
+        std::int32_t first;
+        std::int32_t last;
+        std::int64_t index;  // among all parts; those of one (token, kv_head) are neighbours
+        std::int64_t num_parts;
+    };
+
+    template <typename Run>
+    void split_rows(std::int64_t rows, std::int64_t row_elements, const Run& run) const;
+    void list_parts(std::int32_t window);
+
+    DecoderShape shape_;
+    const float* cosine_;
+    const float* sine_;
+    const Kernels& kernels_;
+    Team team_;
+    Batch batch_;
+    std::vector<Part> parts_;
+    std::int32_t parts_window_ = -1;
+    std::vector<float> results_;
+    std::vector<float> scratch_;
+};
+
+}  // namespace flowpath::cpu

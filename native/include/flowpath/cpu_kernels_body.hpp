@@ -1,0 +1,452 @@
+// The kernels' code. Included once per instruction set by cpu_kernels_*.cpp, which set
+// FLOWPATH_ISA (the namespace and name) and FLOWPATH_LANES (floats in a vector) and switch the
+// instructions on by pragma. Includes nothing itself: inline functions of the standard library
+// must not be compiled with wide instructions, since the linker keeps one copy for all sets.
+
+namespace flowpath::cpu::FLOWPATH_ISA {
+
+namespace {
+
+constexpr int lanes = FLOWPATH_LANES;
+
+typedef float Floats __attribute__((vector_size(lanes * 4)));
+typedef std::int32_t Ints __attribute__((vector_size(lanes * 4)));
+typedef std::uint32_t Bits __attribute__((vector_size(lanes * 4)));
+typedef std::uint16_t Halves __attribute__((vector_size(lanes * 2)));
+
+#define FLOWPATH_INLINE inline __attribute__((always_inline))
+
+FLOWPATH_INLINE Floats splat(float value) { return Floats{} + value; }
+
+FLOWPATH_INLINE Floats load(const float* from) {
+    Floats value;
+    __builtin_memcpy(&value, from, sizeof value);
+    return value;
+}
+
+FLOWPATH_INLINE Floats load(const std::uint16_t* from) {
+    Halves value;
+    __builtin_memcpy(&value, from, sizeof value);
+    return reinterpret_cast<Floats>(__builtin_convertvector(value, Bits) << 16);
+}
+
+FLOWPATH_INLINE void store(float* to, Floats value) { __builtin_memcpy(to, &value, sizeof value); }
+
+// Rounds to nearest even. An infinity stays one, and so does the processor's own NaN.
+FLOWPATH_INLINE void store(std::uint16_t* to, Floats value) {
+    Bits bits = reinterpret_cast<Bits>(value);
+    bits += 0x7fffu + ((bits >> 16) & 1u);
+    const Halves halves = __builtin_convertvector(bits >> 16, Halves);
+    __builtin_memcpy(to, &halves, sizeof halves);
+}
+
+FLOWPATH_INLINE float load_one(const float* from) { return *from; }
+FLOWPATH_INLINE float load_one(const std::uint16_t* from) {
+    return __builtin_bit_cast(float, static_cast<std::uint32_t>(*from) << 16);
+}
+FLOWPATH_INLINE void store_one(float* to, float value) { *to = value; }
+FLOWPATH_INLINE void store_one(std::uint16_t* to, float value) {
+    std::uint32_t bits = __builtin_bit_cast(std::uint32_t, value);
+    bits += 0x7fffu + ((bits >> 16) & 1u);
+    *to = static_cast<std::uint16_t>(bits >> 16);
+}
+
+FLOWPATH_INLINE float sum(Floats value) {
+    float total = 0.0f;
+    for (int lane = 0; lane < lanes; ++lane) {
+        total += value[lane];
+    }
+    return total;
+}
+
+// exp for inputs up to 88; a NaN stays a NaN. Relative error about 2e-7.
+FLOWPATH_INLINE Floats exponential(Floats x) {
+    x = x < splat(-87.0f) ? splat(-87.0f) : x;
+    x = x > splat(88.0f) ? splat(88.0f) : x;
+    // Adding 1.5 * 2^23 rounds to an integer that then stands in the low bits.
+    const Floats shifted = x * 1.44269504f + 12582912.0f;
+    const Floats power = shifted - 12582912.0f;
+    const Floats r = (x - power * 0.693359375f) + power * 2.12194440e-4f;
+    Floats y = r * 1.9875691500e-4f + 1.3981999507e-3f;
+    y = y * r + 8.3334519073e-3f;
+    y = y * r + 4.1665795894e-2f;
+    y = y * r + 1.6666665459e-1f;
+    y = y * r + 5.0000001201e-1f;
+    y = y * (r * r) + r + 1.0f;
+    const Bits exponent = (reinterpret_cast<Bits>(shifted) + 127u) << 23;
+    return y * reinterpret_cast<Floats>(exponent);
+}
+
+FLOWPATH_INLINE float exponential_one(float x) { return exponential(splat(x))[0]; }
+
+template <typename T>
+void rms_norm(const NormArgs& args, std::int64_t first_row, std::int64_t last_row) {
+    const std::int64_t size = args.size;
+    const std::int64_t whole = size - size % lanes;
+    const T* weight = static_cast<const T*>(args.weight);
+    for (std::int64_t row = first_row; row < last_row; ++row) {
+        T* x = static_cast<T*>(args.residual) + row * size;
+        T* out = static_cast<T*>(args.out) + row * size;
+        if (args.delta != nullptr) {
+            const T* delta = static_cast<const T*>(args.delta) + row * size;
+            for (std::int64_t i = 0; i < whole; i += lanes) {
+                store(x + i, load(x + i) + load(delta + i));
+            }
+            for (std::int64_t i = whole; i < size; ++i) {
+                store_one(x + i, load_one(x + i) + load_one(delta + i));
+            }
+        }
+        Floats squares = splat(0.0f);
+        for (std::int64_t i = 0; i < whole; i += lanes) {
+            const Floats value = load(x + i);
+            squares += value * value;
+        }
+        float total = sum(squares);
+        for (std::int64_t i = whole; i < size; ++i) {
+            total += load_one(x + i) * load_one(x + i);
+        }
+        const float scale =
+            1.0f / __builtin_sqrtf(total / static_cast<float>(size) + args.epsilon);
+        for (std::int64_t i = 0; i < whole; i += lanes) {
+            store(out + i, load(x + i) * scale * load(weight + i));
+        }
+        for (std::int64_t i = whole; i < size; ++i) {
+            store_one(out + i, load_one(x + i) * scale * load_one(weight + i));
+        }
+    }
+}
+
+template <typename T>
+void silu_mul(const void* gate_up, void* out, std::int64_t size, std::int64_t first_row,
+              std::int64_t last_row) {
+    const std::int64_t whole = size - size % lanes;
+    for (std::int64_t row = first_row; row < last_row; ++row) {
+        const T* gate = static_cast<const T*>(gate_up) + row * 2 * size;
+        const T* up = gate + size;
+        T* to = static_cast<T*>(out) + row * size;
+        for (std::int64_t i = 0; i < whole; i += lanes) {
+            const Floats g = load(gate + i);
+            store(to + i, g / (1.0f + exponential(-g)) * load(up + i));
+        }
+        for (std::int64_t i = whole; i < size; ++i) {
+            const float g = load_one(gate + i);
+            store_one(to + i, g / (1.0f + exponential_one(-g)) * load_one(up + i));
+        }
+    }
+}
+
+template <typename T>
+void rotate_head(T* head, const T* weight, float epsilon, const float* cosine, const float* sine,
+                 std::int32_t head_dim) {
+    const std::int32_t half = head_dim / 2;
+    float scale = 1.0f;
+    if (weight != nullptr) {
+        float total = 0.0f;
+        for (std::int32_t i = 0; i < head_dim; ++i) {
+            total += load_one(head + i) * load_one(head + i);
+        }
+        scale = 1.0f / __builtin_sqrtf(total / static_cast<float>(head_dim) + epsilon);
+    }
+    std::int32_t i = 0;
+    for (; i + lanes <= half; i += lanes) {
+        Floats a = load(head + i);
+        Floats b = load(head + half + i);
+        if (weight != nullptr) {
+            a *= scale * load(weight + i);
+            b *= scale * load(weight + half + i);
+        }
+        const Floats c = load(cosine + i);
+        const Floats s = load(sine + i);
+        store(head + i, a * c - b * s);
+        store(head + half + i, b * c + a * s);
+    }
+    for (; i < half; ++i) {
+        float a = load_one(head + i);
+        float b = load_one(head + half + i);
+        if (weight != nullptr) {
+            a *= scale * load_one(weight + i);
+            b *= scale * load_one(weight + half + i);
+        }
+        store_one(head + i, a * cosine[i] - b * sine[i]);
+        store_one(head + half + i, b * cosine[i] + a * sine[i]);
+    }
+}
+
+template <typename T>
+void rotate_store(const StoreArgs& args, std::int64_t first_token, std::int64_t last_token) {
+    const PoolView& pool = args.pool;
+    const std::int32_t dim = pool.head_dim;
+    const std::int64_t q_size = static_cast<std::int64_t>(args.num_heads) * dim;
+    const std::int64_t kv_size = static_cast<std::int64_t>(pool.num_kv_heads) * dim;
+    const T* q_weight = static_cast<const T*>(args.q_weight);
+    const T* k_weight = static_cast<const T*>(args.k_weight);
+    for (std::int64_t token = first_token; token < last_token; ++token) {
+        T* row = static_cast<T*>(args.qkv) + token * (q_size + 2 * kv_size);
+        const std::int64_t angle = static_cast<std::int64_t>(args.positions[token]) * (dim / 2);
+        const float* cosine = args.cosine + angle;
+        const float* sine = args.sine + angle;
+        for (std::int64_t i = 0; i < q_size; i += dim) {
+            rotate_head(row + i, q_weight, args.epsilon, cosine, sine, dim);
+        }
+        for (std::int64_t i = q_size; i < q_size + kv_size; i += dim) {
+            rotate_head(row + i, k_weight, args.epsilon, cosine, sine, dim);
+        }
+        const std::int64_t slot = args.slots[token];
+        const std::int64_t offset = slot % pool.block_size * kv_size;
+        for (std::int32_t plane = 0; plane < 2; ++plane) {
+            T* to = reinterpret_cast<T*>(pool.plane(slot / pool.block_size, args.layer, plane));
+            __builtin_memcpy(to + offset, row + q_size + plane * kv_size,
+                             static_cast<std::size_t>(kv_size) * sizeof(T));
+        }
+    }
+}
+
+// Where lane `lane` of one round's result comes from, in the two vectors laid end to end.
+constexpr int sum_source(int lane, int group) {
+    const int base = lane / (2 * group) * (2 * group);
+    const int within = lane % (2 * group);
+    return within < group ? base + within : lanes + base + within - group;
+}
+
+#if !defined(__clang__)
+
+template <int group, int... lane>
+FLOWPATH_INLINE Floats add_neighbours(Floats a, Floats b, std::integer_sequence<int, lane...>) {
+    return __builtin_shuffle(a, b, Ints{sum_source(lane, group)...}) +
+           __builtin_shuffle(a, b, Ints{(sum_source(lane, group) + group)...});
+}
+
+// Sums each of `lanes` vectors; lane i of the result is the sum of rows[i]. Each round halves the
+// vectors: after the round with groups of g lanes, one holds 2g rows' sums, spread over lanes / 2g.
+template <int group = 1>
+FLOWPATH_INLINE Floats sum_rows(Floats* rows) {
+    if constexpr (group == lanes) {
+        return rows[0];
+    } else {
+        for (int i = 0; i < lanes / (2 * group); ++i) {
+            rows[i] = add_neighbours<group>(rows[2 * i], rows[2 * i + 1],
+                                            std::make_integer_sequence<int, lanes>{});
+        }
+        return sum_rows<2 * group>(rows);
+    }
+}
+
+#else
+
+FLOWPATH_INLINE Floats sum_rows(Floats* rows) {
+    Floats totals{};
+    for (int row = 0; row < lanes; ++row) {
+        totals[row] = sum(rows[row]);
+    }
+    return totals;
+}
+
+#endif
+
+// Scores of `heads` query heads against `count` <= lanes keys that lie `stride` elements apart.
+template <typename T, int heads>
+FLOWPATH_INLINE void score_tile(const float* queries, const T* keys, std::int64_t stride, int count,
+                                std::int32_t dim, float* scores, Floats* partial) {
+    for (int key = 0; key < count; ++key) {
+        Floats totals[heads];
+        for (int head = 0; head < heads; ++head) {
+            totals[head] = splat(0.0f);
+        }
+        const T* from = keys + key * stride;
+        for (std::int32_t i = 0; i < dim; i += lanes) {
+            const Floats value = load(from + i);
+            for (int head = 0; head < heads; ++head) {
+                totals[head] += value * load(queries + head * dim + i);
+            }
+        }
+        for (int head = 0; head < heads; ++head) {
+            partial[head * lanes + key] = totals[head];
+        }
+    }
+    for (int head = 0; head < heads; ++head) {
+        Floats* rows = partial + head * lanes;
+        for (int key = count; key < lanes; ++key) {
+            rows[key] = splat(0.0f);
+        }
+        const Floats totals = sum_rows(rows);
+        __builtin_memcpy(scores + head * part_positions, &totals,
+                         static_cast<std::size_t>(count) * sizeof(float));
+    }
+}
+
+// Adds the weighted values of `count` positions to `heads` x `vectors` * lanes sums.
+template <typename T, int heads, int vectors>
+FLOWPATH_INLINE void add_values(const float* weights, const T* values, std::int64_t stride,
+                                std::int32_t count, std::int32_t dim, float* sums) {
+    Floats totals[heads][vectors];
+    for (int head = 0; head < heads; ++head) {
+        for (int v = 0; v < vectors; ++v) {
+            totals[head][v] = load(sums + head * dim + v * lanes);
+        }
+    }
+    for (std::int32_t position = 0; position < count; ++position) {
+        const T* from = values + position * stride;
+        for (int v = 0; v < vectors; ++v) {
+            const Floats value = load(from + v * lanes);
+            for (int head = 0; head < heads; ++head) {
+                totals[head][v] += weights[head * part_positions + position] * value;
+            }
+        }
+    }
+    for (int head = 0; head < heads; ++head) {
+        for (int v = 0; v < vectors; ++v) {
+            store(sums + head * dim + v * lanes, totals[head][v]);
+        }
+    }
+}
+
+// Turns count scores into exponentials relative to their maximum; returns the maximum.
+FLOWPATH_INLINE float softmax_part(float* scores, std::int32_t count, float* total) {
+    float maximum = scores[0];
+    for (std::int32_t i = 1; i < count; ++i) {
+        // The comparison is false for a NaN score, which then reaches the sum by itself.
+        maximum = scores[i] > maximum ? scores[i] : maximum;
+    }
+    Floats sums = splat(0.0f);
+    std::int32_t i = 0;
+    for (; i + lanes <= count; i += lanes) {
+        const Floats value = exponential(load(scores + i) - maximum);
+        store(scores + i, value);
+        sums += value;
+    }
+    *total = sum(sums);
+    for (; i < count; ++i) {
+        scores[i] = exponential_one(scores[i] - maximum);
+        *total += scores[i];
+    }
+    return maximum;
+}
+
+template <typename T, int heads>
+void attend_heads(const AttendArgs& args, const float* queries, float* scores, float* maxima,
+                  float* totals, float* sums, Floats* partial) {
+    const PoolView& pool = args.pool;
+    const std::int32_t dim = pool.head_dim;
+    const std::int64_t stride = static_cast<std::int64_t>(pool.num_kv_heads) * dim;
+    for (std::int32_t at = args.first; at < args.last;) {
+        const std::int32_t offset = at % pool.block_size;
+        const std::int32_t room = pool.block_size - offset;
+        const std::int32_t count = args.last - at < room ? args.last - at : room;
+        const T* keys = reinterpret_cast<const T*>(
+                            pool.plane(args.table[at / pool.block_size], args.layer, 0)) +
+                        offset * stride;
+        for (std::int32_t key = 0; key < count; key += lanes) {
+            const int tile = count - key < lanes ? count - key : lanes;
+            score_tile<T, heads>(queries, keys + key * stride, stride, tile, dim,
+                                 scores + (at - args.first) + key, partial);
+        }
+        at += count;
+    }
+    for (int head = 0; head < heads; ++head) {
+        maxima[head] =
+            softmax_part(scores + head * part_positions, args.last - args.first, totals + head);
+    }
+    for (std::int32_t at = args.first; at < args.last;) {
+        const std::int32_t offset = at % pool.block_size;
+        const std::int32_t room = pool.block_size - offset;
+        const std::int32_t count = args.last - at < room ? args.last - at : room;
+        const T* values = reinterpret_cast<const T*>(
+                              pool.plane(args.table[at / pool.block_size], args.layer, 1)) +
+                          offset * stride;
+        const float* weights = scores + (at - args.first);
+        std::int32_t i = 0;
+        for (; i + 4 * lanes <= dim; i += 4 * lanes) {
+            add_values<T, heads, 4>(weights, values + i, stride, count, dim, sums + i);
+        }
+        for (; i < dim; i += lanes) {
+            add_values<T, heads, 1>(weights, values + i, stride, count, dim, sums + i);
+        }
+        at += count;
+    }
+}
+
+template <typename T>
+void attend_part(const AttendArgs& args, float* part, float* scratch) {
+    const PoolView& pool = args.pool;
+    const std::int32_t group = args.group;
+    const std::int32_t dim = pool.head_dim;
+    const T* from = static_cast<const T*>(args.queries);
+    float* queries = scratch;
+    float* scores = queries + group * dim;
+    Floats partial[4 * lanes];
+    for (std::int32_t i = 0; i < group * dim; i += lanes) {
+        store(queries + i, load(from + i) * args.scale);
+    }
+    float* maxima = part;
+    float* totals = part + group;
+    float* sums = part + 2 * group;
+    for (std::int32_t i = 0; i < group * dim; i += lanes) {
+        store(sums + i, splat(0.0f));
+    }
+    for (std::int32_t head = 0; head < group;) {
+        const float* q = queries + head * dim;
+        float* s = scores + head * part_positions;
+        float* to = sums + head * dim;
+        switch (group - head) {
+            case 1:
+                attend_heads<T, 1>(args, q, s, maxima + head, totals + head, to, partial);
+                head += 1;
+                break;
+            case 2:
+                attend_heads<T, 2>(args, q, s, maxima + head, totals + head, to, partial);
+                head += 2;
+                break;
+            case 3:
+                attend_heads<T, 3>(args, q, s, maxima + head, totals + head, to, partial);
+                head += 3;
+                break;
+            default:
+                attend_heads<T, 4>(args, q, s, maxima + head, totals + head, to, partial);
+                head += 4;
+        }
+    }
+}
+
+template <typename T>
+void join_parts(const float* parts, std::int64_t num_parts, std::int32_t group,
+                std::int32_t head_dim, void* out) {
+    const std::size_t step = part_floats(group, head_dim);
+    for (std::int32_t head = 0; head < group; ++head) {
+        float maximum = parts[head];
+        for (std::int64_t part = 1; part < num_parts; ++part) {
+            const float other = parts[static_cast<std::size_t>(part) * step + head];
+            maximum = other > maximum ? other : maximum;
+        }
+        float total = 0.0f;
+        for (std::int64_t part = 0; part < num_parts; ++part) {
+            const float* from = parts + static_cast<std::size_t>(part) * step;
+            total += exponential_one(from[head] - maximum) * from[group + head];
+        }
+        T* to = static_cast<T*>(out) + head * head_dim;
+        for (std::int32_t i = 0; i < head_dim; i += lanes) {
+            Floats sums = splat(0.0f);
+            for (std::int64_t part = 0; part < num_parts; ++part) {
+                const float* from = parts + static_cast<std::size_t>(part) * step;
+                sums += exponential_one(from[head] - maximum) *
+                        load(from + 2 * group + head * head_dim + i);
+            }
+            store(to + i, sums / total);
+        }
+    }
+}
+
+}  // namespace
+
+#define FLOWPATH_STRING_OF(name) #name
+#define FLOWPATH_STRING(name) FLOWPATH_STRING_OF(name)
+
+const Kernels float32_kernels{FLOWPATH_STRING(FLOWPATH_ISA), lanes,
+                              rms_norm<float>,               silu_mul<float>,
+                              rotate_store<float>,           attend_part<float>,
+                              join_parts<float>};
+const Kernels bfloat16_kernels{FLOWPATH_STRING(FLOWPATH_ISA), lanes,
+                               rms_norm<std::uint16_t>,       silu_mul<std::uint16_t>,
+                               rotate_store<std::uint16_t>,   attend_part<std::uint16_t>,
+                               join_parts<std::uint16_t>};
+
+}  // namespace flowpath::cpu::FLOWPATH_ISA

@@ -1,0 +1,180 @@
+#include "flowpath/cpu_decoder.hpp"
+
+#include <algorithm>
+#include <utility>
+
+namespace flowpath::cpu {
+
+namespace {
+
+// Below this many numbers, waking a second thread costs more than it saves.
+constexpr std::int64_t min_parallel_elements = 1 << 15;
+
+}  // namespace
+
+DecoderKernels::DecoderKernels(const DecoderShape& shape, const float* cosine, const float* sine,
+                               int num_threads, InstructionSet set)
+    : shape_(shape),
+      cosine_(cosine),
+      sine_(sine),
+      kernels_(kernels_of(set, shape.element)),
+      team_(num_threads) {
+    const std::int32_t group = shape_.num_heads / shape_.pool.num_kv_heads;
+    scratch_.resize(static_cast<std::size_t>(team_.num_threads()) *
+                    attend_scratch_floats(group, shape_.pool.head_dim));
+}
+
+BatchFault DecoderKernels::set_batch(Batch&& batch) {
+    const auto num_tokens = static_cast<std::int64_t>(batch.positions.size());
+    if (static_cast<std::int64_t>(batch.slots.size()) != num_tokens ||
+        batch.num_paged > num_tokens ||
+        static_cast<std::int64_t>(batch.tables.size()) != batch.num_paged * batch.table_width) {
+        return BatchFault::lengths;
+    }
+    const PoolView& pool = shape_.pool;
+    for (const std::int32_t position : batch.positions) {
+        if (position < 0 || position >= shape_.max_positions) {
+            return BatchFault::position;
+        }
+    }
+    for (const std::int64_t slot : batch.slots) {
+        if (slot < 0 || slot >= pool.num_blocks * pool.block_size) {
+            return BatchFault::slot;
+        }
+    }
+    for (std::int64_t token = 0; token < batch.num_paged; ++token) {
+        const std::int64_t needed =
+            batch.positions[static_cast<std::size_t>(token)] / pool.block_size + 1;
+        if (needed > batch.table_width) {
+            return BatchFault::table;
+        }
+        const std::int32_t* table = batch.tables.data() + token * batch.table_width;
+        for (std::int64_t i = 0; i < needed; ++i) {
+            if (table[i] < 0 || table[i] >= pool.num_blocks) {
+                return BatchFault::table;
+            }
+        }
+    }
+    batch_ = std::move(batch);
+    parts_window_ = -1;
+    return BatchFault::none;
+}
+
+template <typename Run>
+void DecoderKernels::split_rows(std::int64_t rows, std::int64_t row_elements,
+                                const Run& run) const {
+    if (rows * row_elements < min_parallel_elements || rows < 2) {
+        run(0, rows);
+        return;
+    }
+    const std::int64_t step =
+        std::max<std::int64_t>(1, std::min(rows / team_.num_threads(),
+                                           min_parallel_elements / row_elements));
+    const std::int64_t pieces = (rows + step - 1) / step;
+    team_.run(pieces, [&](std::int64_t piece, int) {
+        run(piece * step, std::min(rows, (piece + 1) * step));
+    });
+}
+
+void DecoderKernels::rms_norm(const NormArgs& args, std::int64_t rows) const {
+    split_rows(rows, args.size, [&](std::int64_t first, std::int64_t last) {
+        kernels_.rms_norm(args, first, last);
+    });
+}
+
+void DecoderKernels::silu_mul(const void* gate_up, void* out, std::int64_t rows,
+                              std::int64_t size) const {
+    split_rows(rows, 4 * size, [&](std::int64_t first, std::int64_t last) {
+        kernels_.silu_mul(gate_up, out, size, first, last);
+    });
+}
+
+void DecoderKernels::rotate_store(std::int32_t layer, void* qkv, const void* q_weight,
+                                  const void* k_weight, float epsilon) const {
+    const StoreArgs args{shape_.pool, layer,   shape_.num_heads,        qkv,
+                         q_weight,    k_weight, epsilon,                batch_.positions.data(),
+                         batch_.slots.data(),   cosine_,                sine_};
+    const auto tokens = static_cast<std::int64_t>(batch_.positions.size());
+    const std::int64_t heads = shape_.num_heads + 2 * shape_.pool.num_kv_heads;
+    split_rows(tokens, heads * shape_.pool.head_dim, [&](std::int64_t first, std::int64_t last) {
+        kernels_.rotate_store(args, first, last);
+    });
+}
+
+void DecoderKernels::list_parts(std::int32_t window) {
+    if (window == parts_window_) {
+        return;
+    }
+    parts_.clear();
+    for (std::int64_t token = 0; token < batch_.num_paged; ++token) {
+        const std::int32_t last = batch_.positions[static_cast<std::size_t>(token)] + 1;
+        const std::int32_t first = window > 0 ? std::max(0, last - window) : 0;
+        const std::int32_t first_part = first / part_positions;
+        const std::int32_t end_part = (last - 1) / part_positions + 1;
+        for (std::int32_t head = 0; head < shape_.pool.num_kv_heads; ++head) {
+            for (std::int32_t part = first_part; part < end_part; ++part) {
+                parts_.push_back({token, head, std::max(first, part * part_positions),
+                                  std::min(last, (part + 1) * part_positions),
+                                  static_cast<std::int64_t>(parts_.size()),
+                                  part == first_part ? end_part - first_part : 0});
+            }
+        }
+    }
+    parts_window_ = window;
+}
+
+void DecoderKernels::attend(std::int32_t layer, const void* qkv, void* out, std::int32_t window,
+                            float scale) {
+    list_parts(window);
+    const PoolView& pool = shape_.pool;
+    const std::int32_t group = shape_.num_heads / pool.num_kv_heads;
+    const std::size_t bytes = element_bytes(shape_.element);
+    const std::size_t head_bytes = static_cast<std::size_t>(pool.head_dim) * bytes;
+    const std::size_t group_bytes = static_cast<std::size_t>(group) * head_bytes;
+    const std::size_t q_bytes = static_cast<std::size_t>(shape_.num_heads) * head_bytes;
+    const std::size_t row_bytes =
+        q_bytes + 2 * static_cast<std::size_t>(pool.num_kv_heads) * head_bytes;
+    const std::size_t floats = part_floats(group, pool.head_dim);
+    const std::size_t scratch_floats = attend_scratch_floats(group, pool.head_dim);
+    results_.resize(std::max(results_.size(), parts_.size() * floats));
+
+    const auto attend_one = [&](std::int64_t item, int thread) {
+        const Part& part = parts_[static_cast<std::size_t>(item)];
+        AttendArgs args{pool,
+                        layer,
+                        group,
+                        static_cast<const std::byte*>(qkv) +
+                            static_cast<std::size_t>(part.token) * row_bytes +
+                            static_cast<std::size_t>(part.kv_head) * group_bytes,
+                        batch_.tables.data() + part.token * batch_.table_width,
+                        part.first,
+                        part.last,
+                        scale};
+        args.pool.base += static_cast<std::size_t>(part.kv_head) * head_bytes;
+        kernels_.attend_part(args, results_.data() + static_cast<std::size_t>(item) * floats,
+                             scratch_.data() + static_cast<std::size_t>(thread) * scratch_floats);
+    };
+    std::int64_t positions = 0;
+    for (const Part& part : parts_) {
+        positions += part.last - part.first;
+    }
+    const auto num_parts = static_cast<std::int64_t>(parts_.size());
+    if (positions * group * pool.head_dim < min_parallel_elements) {
+        for (std::int64_t item = 0; item < num_parts; ++item) {
+            attend_one(item, 0);
+        }
+    } else {
+        team_.run(num_parts, attend_one);
+    }
+    for (const Part& part : parts_) {
+        if (part.num_parts > 0) {
+            kernels_.join_parts(
+                results_.data() + static_cast<std::size_t>(part.index) * floats, part.num_parts,
+                group, pool.head_dim,
+                static_cast<std::byte*>(out) + static_cast<std::size_t>(part.token) * q_bytes +
+                    static_cast<std::size_t>(part.kv_head) * group_bytes);
+        }
+    }
+}
+
+}  // namespace flowpath::cpu
