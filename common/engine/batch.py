@@ -1,0 +1,114 @@
+"""One step's rows, flattened into one ragged batch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from common.engine.interface import StepRow
+
+MAX_PAGED_TOKENS = 4
+"""Rows of at most this many tokens attend through the paged kernel, longer ones by gathering."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A row that attends by gathering: tokens ``first .. last - 1`` of the flat batch."""
+
+    first: int
+    last: int
+    start: int
+    block_table: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Flat tokens of a step; those of paged rows go first.
+
+    ``slots`` are ``block * block_size + offset``. ``tables`` has a row of block numbers for each
+    of the ``num_paged`` first tokens, padded with 0. ``sampled_tokens`` are the flat indices of
+    the tokens whose logits are wanted, and ``sampled_rows`` the step's rows that they belong to.
+    """
+
+    token_ids: torch.Tensor
+    positions: npt.NDArray[np.int32]
+    slots: npt.NDArray[np.int64]
+    tables: npt.NDArray[np.int32]
+    chunks: tuple[Chunk, ...]
+    sampled_tokens: torch.Tensor
+    sampled_rows: tuple[int, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the whole step."""
+        return len(self.positions)
+
+    @property
+    def num_paged(self) -> int:
+        """Tokens that attend through the paged kernel; they are the first."""
+        return len(self.tables)
+
+
+def flatten(rows: Sequence[StepRow], block_size: int, vocab_size: int) -> Batch:
+    """Lay all rows' tokens end to end, paged rows first.
+
+    ValueError names the row that is empty, has a token id outside of the vocabulary, or a block
+    table that does not reach its last token.
+    """
+    order = sorted(range(len(rows)), key=lambda i: len(rows[i].token_ids) > MAX_PAGED_TOKENS)
+    token_ids: list[int] = []
+    positions: list[npt.NDArray[np.int32]] = []
+    slots: list[npt.NDArray[np.int64]] = []
+    paged: list[Sequence[int]] = []
+    chunks: list[Chunk] = []
+    sampled: list[tuple[int, int]] = []
+    for index in order:
+        row = rows[index]
+        count = len(row.token_ids)
+        end = row.start + count
+        _check(row, index, end, block_size, vocab_size)
+        first = len(token_ids)
+        token_ids.extend(row.token_ids)
+        at = np.arange(row.start, end, dtype=np.int32)
+        table = np.asarray(row.block_table, dtype=np.int64)
+        positions.append(at)
+        slots.append(table[at // block_size] * block_size + at % block_size)
+        if count <= MAX_PAGED_TOKENS:
+            paged.extend([row.block_table] * count)
+        else:
+            num_blocks = -(-end // block_size)
+            blocks = torch.from_numpy(table[:num_blocks])
+            chunks.append(Chunk(first, first + count, row.start, blocks))
+        if row.samples:
+            sampled.append((first + count - 1, index))
+    return Batch(
+        token_ids=torch.tensor(token_ids, dtype=torch.int64),
+        positions=np.concatenate(positions),
+        slots=np.concatenate(slots),
+        tables=_pad(paged),
+        chunks=tuple(chunks),
+        sampled_tokens=torch.tensor([token for token, _ in sampled], dtype=torch.int64),
+        sampled_rows=tuple(index for _, index in sampled),
+    )
+
+
+def _check(row: StepRow, index: int, end: int, block_size: int, vocab_size: int) -> None:
+    if not row.token_ids:
+        raise ValueError(f"row {index} has no tokens")
+    if row.start < 0 or end > len(row.block_table) * block_size:
+        raise ValueError(
+            f"row {index}: {len(row.block_table)} blocks do not hold positions "
+            f"{row.start} to {end - 1}"
+        )
+    if min(row.token_ids) < 0 or max(row.token_ids) >= vocab_size:
+        raise ValueError(f"row {index} has a token id outside of the vocabulary of {vocab_size}")
+
+
+def _pad(tables: Sequence[Sequence[int]]) -> npt.NDArray[np.int32]:
+    width = max((len(table) for table in tables), default=0)
+    padded = np.zeros((len(tables), width), dtype=np.int32)
+    for row, table in enumerate(tables):
+        padded[row, : len(table)] = table
+    return padded

@@ -1,0 +1,131 @@
+"""The engine of a CPU worker: one process, one model, one KV pool."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from common.engine.batch import flatten
+from common.engine.decoder import Decoder
+from common.engine.dtype import TORCH_DTYPES
+from common.engine.failure import RowOutcome, RowsFailed
+from common.engine.interface import StepRow
+from common.engine.kernels import DecoderKernels
+from common.engine.rope import rotary_tables
+from common.engine.sampler import sample
+from common.engine.weights import load_weights
+from common.errors import ErrorCode, RequestError
+from common.kv.layout import KVLayout
+from common.models.config import ModelConfig
+from common.sampling import SampledToken
+
+
+class CpuEngine:
+    """Executes steps with our own decoder; implements ``common.engine.interface.Engine``.
+
+    K and V live in the pool alone. The number of threads is torch's, and so the process's.
+    """
+
+    def __init__(
+        self,
+        model_folder: Path,
+        layout: KVLayout,
+        pool: memoryview | torch.Tensor,
+        num_threads: int = 1,
+    ) -> None:
+        """Load the model; ``pool`` is writable memory of ``layout.block_bytes`` bytes a block.
+
+        ModelError where the folder cannot be served, ValueError where pool and layout do not fit
+        it. The engine keeps ``pool`` exported as long as it lives.
+        """
+        torch.set_num_threads(num_threads)
+        self.config = ModelConfig.load(model_folder)
+        self.layout = layout
+        _check_layout(self.config, layout)
+        pool_bytes = _as_bytes(pool, layout)
+        dtype = TORCH_DTYPES[layout.dtype]
+        with torch.inference_mode():
+            weights = load_weights(self.config, dtype)
+            tables = rotary_tables(
+                self.config.rope, self.config.head_dim, self.config.max_model_len
+            )
+            kernels = DecoderKernels(layout, pool_bytes, self.config.num_heads, tables, num_threads)
+            view = pool_view(pool_bytes, layout)
+            self._decoder = Decoder(self.config, weights, kernels, view)
+
+    def execute(self, rows: Sequence[StepRow]) -> list[tuple[SampledToken, ...]]:
+        """Compute all rows in one pass and write their K and V into the pool.
+
+        Returns each row's tokens. RowsFailed carries every row's outcome when the logits of a row
+        are not numbers; ValueError names a row that is malformed, before anything is computed.
+        """
+        if not rows:
+            return []
+        batch = flatten(rows, self.layout.block_size, self.config.vocab_size)
+        with torch.inference_mode():
+            logits = self._decoder.forward(batch)
+            specs = [
+                (at, spec)
+                for at, index in enumerate(batch.sampled_rows)
+                for spec in rows[index].samples
+            ]
+            drawn = iter(sample(logits, specs))
+        outcomes: list[RowOutcome] = [()] * len(rows)
+        for index in batch.sampled_rows:
+            tokens = [next(drawn) for _ in rows[index].samples]
+            outcomes[index] = _outcome(tokens)
+        succeeded = [outcome for outcome in outcomes if not isinstance(outcome, RequestError)]
+        if len(succeeded) < len(outcomes):
+            raise RowsFailed(outcomes)
+        return succeeded
+
+
+def pool_view(pool: torch.Tensor, layout: KVLayout) -> torch.Tensor:
+    """Return the pool's bytes as (blocks, layers, planes, block_size, kv_heads, head_dim).
+
+    A view: blocks are ``layout.block_bytes`` apart, their padding is not part of it.
+    """
+    elements = pool.view(TORCH_DTYPES[layout.dtype])
+    num_blocks = pool.numel() // layout.block_bytes
+    shape = (
+        num_blocks,
+        layout.num_layers,
+        layout.planes,
+        layout.block_size,
+        layout.num_kv_heads,
+        layout.head_dim,
+    )
+    blocks = elements.view(num_blocks, layout.block_bytes // layout.element_bytes)
+    return blocks[:, : layout.payload_bytes // layout.element_bytes].view(shape)
+
+
+def _outcome(tokens: Sequence[SampledToken | None]) -> RowOutcome:
+    drawn = tuple(token for token in tokens if token is not None)
+    if len(drawn) == len(tokens):
+        return drawn
+    return RequestError(
+        ErrorCode.INTERNAL, "the model's output is not a number; the request cannot go on"
+    )
+
+
+def _check_layout(config: ModelConfig, layout: KVLayout) -> None:
+    model = (config.num_layers, config.num_kv_heads, config.head_dim, 2)
+    given = (layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.planes)
+    if model != given:
+        raise ValueError(f"the layout (layers, KV heads, head size, planes) {given} is not {model}")
+    if layout.dtype not in TORCH_DTYPES:
+        raise ValueError(f"the CPU engine does not run in {layout.dtype}")
+
+
+def _as_bytes(pool: memoryview | torch.Tensor, layout: KVLayout) -> torch.Tensor:
+    if isinstance(pool, memoryview):
+        if pool.readonly:
+            raise ValueError("the pool must be writable")
+        pool = torch.frombuffer(pool, dtype=torch.uint8)
+    if pool.dtype != torch.uint8 or pool.dim() != 1 or not pool.is_contiguous():
+        raise ValueError("the pool must be one contiguous run of bytes")
+    if not pool.numel() or pool.numel() % layout.block_bytes:
+        raise ValueError(
+            f"a pool of {pool.numel()} bytes is no multiple of blocks of {layout.block_bytes}"
+        )
+    return pool

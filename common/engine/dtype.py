@@ -1,0 +1,55 @@
+"""Which element type a model runs in, and the KV layout that follows."""
+
+from pathlib import Path
+
+import torch
+
+from common.errors import ConfigError
+from common.kv.layout import KVLayout
+from common.models.config import ModelConfig
+
+TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+NATIVE_BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
+"""Processor flags (x86 and Arm) of bfloat16 products in hardware."""
+
+CPU_INFO = Path("/proc/cpuinfo")
+
+
+def resolve_dtype(name: str, cpu_info: Path = CPU_INFO) -> str:
+    """Return ``float32`` or ``bfloat16``; ``auto`` is the fastest the processor does natively.
+
+    ConfigError for any other name.
+    """
+    if name in TORCH_DTYPES:
+        return name
+    if name != "auto":
+        known = ", ".join(TORCH_DTYPES)
+        raise ConfigError(f"dtype {name!r} is not supported: auto, {known} are")
+    return "bfloat16" if has_native_bfloat16(cpu_info) else "float32"
+
+
+def has_native_bfloat16(cpu_info: Path = CPU_INFO) -> bool:
+    """Tell whether the processor multiplies bfloat16 in hardware; no where it does not say."""
+    try:
+        text = cpu_info.read_text()
+    except OSError:
+        return False
+    for line in text.splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() in ("flags", "Features"):
+            return not NATIVE_BFLOAT16_FLAGS.isdisjoint(value.split())
+    return False
+
+
+def load_model_layout(config: ModelConfig, dtype: str, block_size: int) -> KVLayout:
+    """Return the KV layout of a model that runs in ``dtype`` with blocks of ``block_size`` tokens.
+
+    ``auto`` is resolved.
+    """
+    return KVLayout(
+        num_layers=config.num_layers,
+        block_size=block_size,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        dtype=resolve_dtype(dtype),
+    )

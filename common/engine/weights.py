@@ -1,0 +1,168 @@
+"""A model's weights, streamed from its safetensors files into the engine's own arrangement."""
+
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from common.engine.linear import Linear
+from common.errors import ModelError
+from common.models.checkpoint import checkpoint_files, read_header
+from common.models.config import ModelConfig
+
+MAX_NAMES_IN_ERROR = 5
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One decoder layer: queries, keys and values in one product, gate and up in another."""
+
+    input_norm: torch.Tensor
+    qkv: Linear
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    output: Linear
+    post_attention_norm: torch.Tensor
+    gate_up: Linear
+    down: Linear
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderWeights:
+    """All weights of a decoder, in the running type."""
+
+    embedding: torch.Tensor
+    layers: tuple[LayerWeights, ...]
+    final_norm: torch.Tensor
+    lm_head: Linear
+
+
+def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return name and shape of every tensor that the model's files must hold."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (config.vocab_size, hidden),
+        "model.norm.weight": (hidden,),
+    }
+    if not config.has_tied_embeddings:
+        shapes["lm_head.weight"] = (config.vocab_size, hidden)
+    products = {
+        "self_attn.q_proj": (config.q_size, hidden, config.has_qkv_bias),
+        "self_attn.k_proj": (config.kv_size, hidden, config.has_qkv_bias),
+        "self_attn.v_proj": (config.kv_size, hidden, config.has_qkv_bias),
+        "self_attn.o_proj": (hidden, config.q_size, config.has_output_bias),
+        "mlp.gate_proj": (inner, hidden, config.has_mlp_bias),
+        "mlp.up_proj": (inner, hidden, config.has_mlp_bias),
+        "mlp.down_proj": (hidden, inner, config.has_mlp_bias),
+    }
+    for layer in range(config.num_layers):
+        prefix = f"model.layers.{layer}."
+        shapes[f"{prefix}input_layernorm.weight"] = (hidden,)
+        shapes[f"{prefix}post_attention_layernorm.weight"] = (hidden,)
+        if config.has_qk_norm:
+            shapes[f"{prefix}self_attn.q_norm.weight"] = (config.head_dim,)
+            shapes[f"{prefix}self_attn.k_norm.weight"] = (config.head_dim,)
+        for name, (rows, columns, has_bias) in products.items():
+            shapes[f"{prefix}{name}.weight"] = (rows, columns)
+            if has_bias:
+                shapes[f"{prefix}{name}.bias"] = (rows,)
+    return shapes
+
+
+def load_weights(config: ModelConfig, dtype: torch.dtype) -> DecoderWeights:
+    """Stream the folder's weights: one fused product at a time is in memory unpacked.
+
+    ModelError names files that are missing or damaged, and tensors that are missing, unknown, of
+    another shape, or not of floating point.
+    """
+    try:
+        with ExitStack() as stack:
+            return _Stream(config, dtype, stack).read_all()
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"{config.folder}: reading the weights failed: {error}") from error
+
+
+class _Stream:
+    """Reads tensors by name from however many files there are (memory-mapped)."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, stack: ExitStack) -> None:
+        self._config = config
+        self._dtype = dtype
+        self._files: dict[str, safe_open] = {}
+        found: dict[str, tuple[int, ...]] = {}
+        for path in checkpoint_files(config.folder):
+            read_header(path)
+            file = stack.enter_context(safe_open(path, framework="pt"))
+            for name in file.keys():  # noqa: SIM118 - not a mapping
+                found[name] = tuple(file.get_slice(name).get_shape())
+                self._files[name] = file
+        _compare(config, found)
+
+    def read_all(self) -> DecoderWeights:
+        embedding = self._tensor("model.embed_tokens.weight")
+        layers = tuple(self._layer(index) for index in range(self._config.num_layers))
+        is_tied = self._config.has_tied_embeddings
+        head = embedding if is_tied else self._tensor("lm_head.weight")
+        return DecoderWeights(embedding, layers, self._tensor("model.norm.weight"), Linear(head))
+
+    def _layer(self, index: int) -> LayerWeights:
+        prefix = f"model.layers.{index}."
+        attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
+        has_norm = self._config.has_qk_norm
+        return LayerWeights(
+            input_norm=self._tensor(f"{prefix}input_layernorm.weight"),
+            qkv=self._fused(f"{attention}{part}_proj" for part in "qkv"),
+            q_norm=self._tensor(f"{attention}q_norm.weight") if has_norm else None,
+            k_norm=self._tensor(f"{attention}k_norm.weight") if has_norm else None,
+            output=self._fused([f"{attention}o_proj"]),
+            post_attention_norm=self._tensor(f"{prefix}post_attention_layernorm.weight"),
+            gate_up=self._fused(f"{mlp}{part}_proj" for part in ("gate", "up")),
+            down=self._fused([f"{mlp}down_proj"]),
+        )
+
+    def _fused(self, names: Iterable[str]) -> Linear:
+        weights, biases = [], []
+        for name in names:
+            weights.append(self._tensor(f"{name}.weight"))
+            if f"{name}.bias" in self._files:
+                biases.append(self._tensor(f"{name}.bias"))
+        weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+        return Linear(weight, torch.cat(biases) if biases else None)
+
+    def _tensor(self, name: str) -> torch.Tensor:
+        # safetensors' own stub leaves this method without types.
+        tensor: torch.Tensor = self._files[name].get_tensor(name)  # type: ignore[no-untyped-call]
+        if not tensor.is_floating_point():
+            raise ModelError(
+                f"{self._config.folder}: {name} holds {tensor.dtype}, not floating-point numbers"
+            )
+        return tensor.to(self._dtype)
+
+
+def _compare(config: ModelConfig, found: Mapping[str, tuple[int, ...]]) -> None:
+    expected = expected_tensors(config)
+    missing = [name for name in expected if name not in found]
+    unknown = [name for name in found if name not in expected and not _is_ignored(config, name)]
+    misshaped = [
+        f"{name} {found[name]} instead of {shape}"
+        for name, shape in expected.items()
+        if name in found and found[name] != shape
+    ]
+    faults = {"missing": missing, "unknown": unknown, "of another shape": misshaped}
+    texts = [f"{kind}: {_some(names)}" for kind, names in faults.items() if names]
+    if texts:
+        raise ModelError(f"{config.folder}: tensors are wrong; {'; '.join(texts)}")
+
+
+def _is_ignored(config: ModelConfig, name: str) -> bool:
+    """Frequencies are computed, not read; a tied head may be written beside the embedding."""
+    is_tied_head = config.has_tied_embeddings and name == "lm_head.weight"
+    return is_tied_head or name.endswith("rotary_emb.inv_freq")
+
+
+def _some(names: list[str]) -> str:
+    rest = len(names) - MAX_NAMES_IN_ERROR
+    shown = ", ".join(names[:MAX_NAMES_IN_ERROR])
+    return f"{shown} and {rest} more" if rest > 0 else shown
