@@ -5,10 +5,12 @@ from typing import Annotated
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from common.ids import Epoch, GatewayId, WorkerId
+from common.ids import GatewayId, WorkerId
 from common.messages.fields import (
     STRUCT,
     Count,
+    EpochNumber,
+    Flag,
     KVCounts,
     Name,
     Role,
@@ -30,7 +32,7 @@ class WorkerStatus:
 
     id: WorkerId
     pid: Count
-    epoch: Epoch
+    epoch: EpochNumber
     role: Role
     state: WorkerState
     heartbeat_age_seconds: Seconds
@@ -52,7 +54,7 @@ class GatewayStatus:
 class StatusReport:
     """Controller → CLI: the cluster at this moment."""
 
-    is_ready: bool
+    is_ready: Flag
     reason: Text
     model_name: Text
     model_fingerprint: Text

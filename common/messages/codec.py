@@ -19,6 +19,7 @@ PROTOCOL_VERSION = 1
 MAX_HEADER_BYTES = 8 * 1024 * 1024
 MAX_PAYLOAD_BYTES = 64 * 1024 * 1024
 MAX_FRAMES = 4
+MAX_SENDER_CHARS = 200
 
 M = TypeVar("M")
 
@@ -87,26 +88,41 @@ class Codec(Generic[M]):
         if sum(len(frame) for frame in frames[1:]) > MAX_PAYLOAD_BYTES:
             raise RemoteProtocolError(f"payload over {MAX_PAYLOAD_BYTES} bytes")
         version, sender, epoch, generation, sequence, cause, tag, body = _unpack_header(frames[0])
-        if version != PROTOCOL_VERSION:
+        if type(version) is not int or version != PROTOCOL_VERSION:
             raise RemoteProtocolError(
-                f"protocol version {version!r} of {sender!r}; ours is {PROTOCOL_VERSION}"
+                f"protocol version {version!r:.40} of {sender!r:.80}; ours is {PROTOCOL_VERSION}"
             )
         if not (isinstance(sender, str) and isinstance(cause, str)):
             raise RemoteProtocolError("sender or cause is not a string")
+        if not 1 <= len(sender) <= MAX_SENDER_CHARS:
+            raise RemoteProtocolError(
+                f"sender of {len(sender)} characters; 1 to {MAX_SENDER_CHARS} expected"
+            )
         for name, value in (("epoch", epoch), ("generation", generation), ("sequence", sequence)):
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
                 raise RemoteProtocolError(f"{name} of {sender!r} is not a count: {value!r:.40}")
         adapter = self._adapters.get(tag) if isinstance(tag, str) else None
-        if adapter is None or not isinstance(body, dict):
+        if adapter is None:
             raise RemoteProtocolError(f"unknown message {tag!r:.60} from {sender!r}")
+        if not isinstance(body, dict):
+            raise RemoteProtocolError(f"body of {tag} from {sender!r} is not a map")
         try:
             message = adapter.validate_python(body)
         except ValidationError as error:
             first = error.errors(include_url=False, include_input=False)[0]
             where = ".".join(str(part) for part in first["loc"])
-            raise RemoteProtocolError(f"{tag} from {sender!r}: {where}: {first['msg']}") from error
+            raise RemoteProtocolError(
+                f"{tag} from {sender!r}: {where:.120}: {first['msg']:.200}"
+            ) from error
         envelope = Envelope(sender, Epoch(epoch), generation, sequence, cause)
         return Received(envelope, message, tuple(frames[1:]))
+
+
+def _map_of(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:  # Any: validated afterwards
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
+        raise ValueError("a map names a field twice")
+    return fields
 
 
 def _unpack_header(frame: bytes) -> list[Any]:  # Any: the header's elements are checked one by one
@@ -118,6 +134,7 @@ def _unpack_header(frame: bytes) -> list[Any]:  # Any: the header's elements are
             raw=False,
             use_list=False,
             strict_map_key=False,
+            object_pairs_hook=_map_of,
             max_str_len=65536,
             max_bin_len=MAX_HEADER_BYTES,
             max_array_len=1_000_000,

@@ -6,13 +6,15 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from common.errors import ErrorCode
-from common.ids import Epoch, GatewayId, RequestId, WorkerId
+from common.ids import GatewayId, RequestId, WorkerId
 from common.messages.fields import (
     STRUCT,
     ChoiceIndex,
     Count,
     Endpoint,
+    EpochNumber,
     Fingerprint,
+    Flag,
     KVCounts,
     Name,
     PeerInfo,
@@ -77,8 +79,8 @@ class Heartbeat:
 
     kv: KVCounts
     load: WorkerLoad
-    is_draining: bool
-    is_quarantined: bool
+    is_draining: Flag
+    is_quarantined: Flag
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRUCT)
@@ -96,7 +98,7 @@ class Fenced:
     epoch that is already gone is ignored.
     """
 
-    epoch: Epoch
+    epoch: EpochNumber
     message: Text
 
 
@@ -108,7 +110,7 @@ class HelloRequested:
     each message of an incarnation that is unknown but was not declared dead; a repeat is safe.
     """
 
-    epoch: Epoch
+    epoch: EpochNumber
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRUCT)
@@ -133,7 +135,7 @@ class PeerLeft:
     """
 
     worker_id: WorkerId
-    epoch: Epoch
+    epoch: EpochNumber
     reason: Text
 
 
@@ -145,7 +147,7 @@ class GatewayHello:
     """
 
     gateway_id: GatewayId
-    epoch: Epoch
+    epoch: EpochNumber
     pid: Count
     tokens_endpoint: Endpoint
     model_fingerprint: Fingerprint
@@ -170,7 +172,7 @@ class GatewayHeartbeat:
 class ClusterState:
     """Controller → gateway: whether requests can be served now, and if not why."""
 
-    is_ready: bool
+    is_ready: Flag
     reason: Text
     num_prefill: Count
     num_decode: Count
@@ -302,7 +304,7 @@ class RequestFinished:
     """Worker → controller: every choice ended (or was cancelled) and all blocks were let go."""
 
     request_id: RequestId
-    was_cancelled: bool
+    was_cancelled: Flag
 
 
 WorkerToController = (

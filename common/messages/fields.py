@@ -15,11 +15,13 @@ MAX_PROMPT_TOKENS = 4 * 1024 * 1024
 MAX_BLOCKS = 2**31 - 1
 
 Count = Annotated[int, Field(strict=True, ge=0, le=2**53)]
-Seconds = Annotated[float, Field(ge=0.0, le=1e9)]
-Name = Annotated[str, Field(min_length=1, max_length=256)]
-Text = Annotated[str, Field(max_length=4096)]
-Endpoint = Annotated[str, Field(pattern=r"^(ipc|tcp|inproc)://", max_length=512)]
-Fingerprint = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
+Flag = Annotated[bool, Field(strict=True)]
+EpochNumber = Annotated[Epoch, Field(strict=True, ge=0, le=2**53)]
+Seconds = Annotated[float, Field(strict=True, ge=0.0, le=1e9)]
+Name = Annotated[str, Field(strict=True, min_length=1, max_length=256)]
+Text = Annotated[str, Field(strict=True, max_length=4096)]
+Endpoint = Annotated[str, Field(strict=True, pattern=r"^(ipc|tcp|inproc)://", max_length=512)]
+Fingerprint = Annotated[str, Field(strict=True, pattern=r"^[0-9a-f]{16}\z")]
 ChoiceIndex = Annotated[int, Field(strict=True, ge=0, lt=128)]
 PromptLength = Annotated[int, Field(strict=True, ge=1, le=MAX_PROMPT_TOKENS)]
 
@@ -77,7 +79,7 @@ class PeerInfo:
     """How to reach a worker's handoff channel. ``transports`` are its data paths, best first."""
 
     worker_id: Annotated[WorkerId, Field(min_length=1, max_length=128)]
-    epoch: Epoch
+    epoch: EpochNumber
     role: Role
     pid: Count
     host: Name
@@ -100,4 +102,4 @@ class PoolHandle:
     num_blocks: Count
     block_bytes: Count
     num_bytes: Count
-    nonce: Annotated[bytes, Field(min_length=16, max_length=16)]
+    nonce: Annotated[bytes, Field(strict=True, min_length=16, max_length=16)]

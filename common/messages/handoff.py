@@ -11,12 +11,13 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from common.errors import ErrorCode
-from common.ids import Epoch, GatewayId, RequestId, TransferId
+from common.ids import GatewayId, RequestId, TransferId
 from common.messages.fields import (
     STRUCT,
     ChoiceIndex,
     Count,
     Endpoint,
+    EpochNumber,
     Fingerprint,
     Name,
     PeerInfo,
@@ -55,7 +56,7 @@ class PairRequest:
 class PairAccepted:
     """Decode side → prefill side: layouts agree; here is the pool to write into."""
 
-    epoch: Epoch
+    epoch: EpochNumber
     transport: Name
     pool: PoolHandle
     lease_seconds: Seconds
@@ -127,7 +128,7 @@ class Commit:
     num_tokens: PromptLength
     num_cached_tokens: Count
     first_tokens: Annotated[tuple[FirstToken, ...], Field(min_length=1, max_length=128)]
-    prefill_done_at: Annotated[float, Field(ge=0)]
+    prefill_done_at: Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
     """When the prefill's last step ended, in seconds of the host's monotonic clock."""
 
 
