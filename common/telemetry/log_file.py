@@ -25,6 +25,7 @@ class LogFile:
         self._max_kept = max_kept
         self._lock = threading.Lock()
         self._descriptor = -1
+        self._is_closed = False
         self._num_bytes = 0
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._open()
@@ -34,19 +35,22 @@ class LogFile:
         data = line.encode(errors="backslashreplace") + b"\n"
         with self._lock:
             try:
+                if self._descriptor < 0 and not self._is_closed:
+                    self._open()
                 if self._num_bytes and self._num_bytes + len(data) > self._max_bytes:
                     self._rotate()
                 if self.num_dropped:
                     note = f'{{"event": "log_lines_dropped", "count": {self.num_dropped}}}\n'
                     data = note.encode() + data
-                    self.num_dropped = 0
                 self._num_bytes += os.write(self._descriptor, data)
+                self.num_dropped = 0
             except OSError:
                 self.num_dropped += 1
 
     def close(self) -> None:
         """Close the file; later lines are dropped."""
         with self._lock:
+            self._is_closed = True
             if self._descriptor >= 0:
                 os.close(self._descriptor)
                 self._descriptor = -1

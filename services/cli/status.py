@@ -26,7 +26,7 @@ def show_status(settings: Settings, *, as_json: bool) -> None:
     if as_json:
         out().print(status_json(report), markup=False)
         return
-    for table in status_tables(report, settings):
+    for table in status_tables(report):
         out().print(table)
 
 
@@ -35,11 +35,11 @@ def status_json(report: StatusReport) -> str:
     return json.dumps(TypeAdapter(StatusReport).dump_python(report, mode="json"), indent=2)
 
 
-def status_tables(report: StatusReport, settings: Settings) -> list[Table | str]:
+def status_tables(report: StatusReport) -> list[Table | str]:
     """Return what is printed for people."""
     state = "[green]ready[/]" if report.is_ready else f"[yellow]not ready[/]: {report.reason}"
     head = (
-        f"{state}  model {report.model_name or '-'}  {settings.url}  "
+        f"{state}  model {report.model_name or '-'}  "
         f"{report.num_requests} requests  up {report.uptime_seconds:.0f} s"
     )
     workers = Table(

@@ -1,0 +1,65 @@
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from common.config.load import save_settings
+from common.config.program import run_program
+from common.config.settings import Settings
+from common.errors import ConfigError
+
+
+def test_a_program_gets_its_settings_and_name_and_returns_its_code(tmp_path: Path) -> None:
+    settings = Settings(port=7, run_dir=tmp_path)
+    save_settings(settings, tmp_path / "s.json")
+    seen: list[tuple[Settings, str]] = []
+
+    def body(given: Settings, name: str) -> int:
+        seen.append((given, name))
+        return 5
+
+    argv = ["--settings", str(tmp_path / "s.json"), "--id", "decode-3"]
+    assert run_program("decode", "decode-0", argv, body) == 5
+    assert seen == [(settings, "decode-3")]
+
+
+def test_a_config_error_is_told_and_ends_with_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    def body(_settings: Settings, _name: str) -> int:
+        raise ConfigError("model.safetensors is missing")
+
+    assert run_program("decode", "decode-0", [], body) == 2
+    assert capsys.readouterr().err == "flowpath decode: model.safetensors is missing\n"
+
+
+PARENT = """
+import os, subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", sys.argv[1], str(os.getpid())], stdout=sys.stdout)
+child.wait()
+"""
+CHILD = """
+import signal, sys
+from common.config.program import die_with_parent
+die_with_parent(int(sys.argv[1]))
+print(__import__("os").getpid(), flush=True)
+signal.pause()
+"""
+
+
+def test_a_child_dies_with_its_parent_however_that_ends() -> None:
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, CHILD], stdout=subprocess.PIPE, cwd=Path.cwd()
+    )
+    assert parent.stdout is not None
+    assert int(parent.stdout.readline()) > 0
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    # The pipe ends when the last process that holds it has ended: the child.
+    assert parent.stdout.read() == b""
+    parent.stdout.close()
+
+
+def test_a_child_whose_parent_is_gone_already_ends_at_once() -> None:
+    done = subprocess.run([sys.executable, "-c", CHILD, "1"], check=False, capture_output=True)
+    assert done.returncode == 1

@@ -1,0 +1,253 @@
+"""A controller core with builders for what others say to it."""
+
+import itertools
+from collections.abc import Callable
+
+from common.errors import ErrorCode
+from common.ids import Epoch, GatewayId, RequestId, WorkerId
+from common.messages.codec import Envelope, Received
+from common.messages.control import (
+    CancelRequest,
+    DecodeRefused,
+    DecodeStarted,
+    GatewayHeartbeat,
+    GatewayHello,
+    Heartbeat,
+    RequestFailed,
+    RequestFinished,
+    SubmitRequest,
+    WorkerHello,
+)
+from common.messages.fields import KVCounts, PeerInfo, Role, WorkerLoad
+from common.sampling import SamplingParams
+from services.controller.core import ControllerCore
+from services.controller.effects import (
+    CoreEvent,
+    Effect,
+    FromPeer,
+    MessageReceived,
+    Note,
+    PeerKey,
+    Send,
+    SendFailed,
+    Tick,
+    ToPeer,
+)
+from services.controller.limits import ControllerLimits
+
+HOST = "here"
+MODEL = "0123456789abcdef"
+LAYOUT = "fedcba9876543210"
+
+
+def peer(name: str, role: Role, epoch: int = 1, pid: int = 100, host: str = HOST) -> PeerInfo:
+    return PeerInfo(
+        worker_id=WorkerId(name),
+        epoch=Epoch(epoch),
+        role=role,
+        pid=pid,
+        host=host,
+        handoff_endpoint=f"ipc:///tmp/{name}",
+        layout_fingerprint=LAYOUT,
+        transports=("shm",),
+    )
+
+
+def worker_hello(
+    name: str,
+    role: Role,
+    epoch: int = 1,
+    *,
+    pid: int = 100,
+    host: str = HOST,
+    num_blocks: int = 100,
+    model: str = MODEL,
+    block_size: int = 64,
+) -> WorkerHello:
+    return WorkerHello(
+        peer=peer(name, role, epoch, pid, host),
+        model_fingerprint=model,
+        model_name="toy",
+        max_model_len=8192,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        block_bytes=4096,
+    )
+
+
+def gateway_hello(
+    name: str = "g", epoch: int = 1, *, pid: int = 50, model: str = MODEL
+) -> GatewayHello:
+    return GatewayHello(
+        gateway_id=GatewayId(name),
+        epoch=Epoch(epoch),
+        pid=pid,
+        tokens_endpoint=f"ipc:///tmp/{name}.tokens",
+        model_fingerprint=model,
+        url="http://127.0.0.1:1",
+    )
+
+
+def kv(total: int = 100, referenced: int = 0, in_transfer: int = 0, cached: int = 0) -> KVCounts:
+    free = total - referenced - in_transfer - cached
+    return KVCounts(
+        total=total,
+        free=free,
+        referenced=referenced,
+        cached=cached,
+        in_transfer=in_transfer,
+        largest_free_run=free,
+    )
+
+
+def heartbeat(
+    counts: KVCounts | None = None,
+    *,
+    uncomputed_tokens: int = 0,
+    num_steps: int = 0,
+    is_draining: bool = False,
+    is_quarantined: bool = False,
+) -> Heartbeat:
+    load = WorkerLoad(
+        num_waiting=0,
+        num_prefilling=0,
+        num_sending=0,
+        num_receiving=0,
+        num_decoding=0,
+        uncomputed_tokens=uncomputed_tokens,
+        num_steps=num_steps,
+    )
+    return Heartbeat(
+        kv=counts or kv(), load=load, is_draining=is_draining, is_quarantined=is_quarantined
+    )
+
+
+def submit(request_id: str, num_prompt_tokens: int = 64, num_choices: int = 1) -> SubmitRequest:
+    params = SamplingParams(seed=1, max_tokens=16, num_choices=num_choices)
+    return SubmitRequest(
+        request_id=RequestId(request_id), params=params, num_prompt_tokens=num_prompt_tokens
+    )
+
+
+class Cluster:
+    """A core whose time is set by hand; every event is followed by ``validate``.
+
+    ``unreachable`` peers cannot be sent to, as in the shell.
+    """
+
+    def __init__(self, limits: ControllerLimits | None = None) -> None:
+        self.now = 1000.0
+        self.core = ControllerCore(limits or ControllerLimits(), HOST, self.now)
+        self.unreachable: set[str] = set()
+        self._sequence = itertools.count(1)
+
+    def handle(self, event: CoreEvent) -> list[Effect]:
+        effects = self.core.handle(event, self.now)
+        self.core.validate()
+        told: list[Effect] = []
+        for effect in effects:
+            told.append(effect)
+            if isinstance(effect, Send) and effect.peer[0] in self.unreachable:
+                told.remove(effect)
+                told += self.handle(SendFailed(effect))
+        return told
+
+    def say(
+        self, sender: str, message: FromPeer, *, epoch: int = 1, payload: tuple[bytes, ...] = ()
+    ) -> list[Effect]:
+        envelope = Envelope(sender, Epoch(epoch), 0, next(self._sequence), "test")
+        return self.handle(MessageReceived(Received(envelope, message, payload)))
+
+    def join(self, name: str, role: Role, epoch: int = 1, **options: object) -> list[Effect]:
+        build: Callable[..., WorkerHello] = worker_hello
+        return self.say(name, build(name, role, epoch, **options), epoch=epoch)
+
+    def join_gateway(self, name: str = "g", epoch: int = 1) -> list[Effect]:
+        return self.say(name, gateway_hello(name, epoch), epoch=epoch)
+
+    def submit(
+        self, request_id: str, num_prompt_tokens: int = 64, num_choices: int = 1, gateway: str = "g"
+    ) -> list[Effect]:
+        message = submit(request_id, num_prompt_tokens, num_choices)
+        return self.say(gateway, message, payload=(bytes(4 * num_prompt_tokens),))
+
+    def beat(self, name: str, beat: Heartbeat | None = None, epoch: int = 1) -> list[Effect]:
+        return self.say(name, beat or heartbeat(), epoch=epoch)
+
+    def gateway_beat(self, name: str = "g") -> list[Effect]:
+        return self.say(name, GatewayHeartbeat(num_streams=0))
+
+    def started(self, worker: str, request_id: str, epoch: int = 1) -> list[Effect]:
+        return self.say(worker, DecodeStarted(request_id=RequestId(request_id)), epoch=epoch)
+
+    def finished(
+        self, worker: str, request_id: str, *, was_cancelled: bool = False
+    ) -> list[Effect]:
+        message = RequestFinished(request_id=RequestId(request_id), was_cancelled=was_cancelled)
+        return self.say(worker, message)
+
+    def failed(self, worker: str, request_id: str) -> list[Effect]:
+        message = RequestFailed(
+            request_id=RequestId(request_id), code=ErrorCode.TRANSFER_FAILED, message="broken"
+        )
+        return self.say(worker, message)
+
+    def refused(
+        self,
+        prefill: str,
+        decode: str,
+        request_id: str,
+        code: ErrorCode = ErrorCode.NO_ROOM,
+    ) -> list[Effect]:
+        message = DecodeRefused(
+            request_id=RequestId(request_id),
+            decode_worker=WorkerId(decode),
+            code=code,
+            message="no",
+        )
+        return self.say(prefill, message)
+
+    def cancel(
+        self, request_id: str, choice: int | None = None, gateway: str = "g"
+    ) -> list[Effect]:
+        message = CancelRequest(request_id=RequestId(request_id), choice=choice, reason="left")
+        return self.say(gateway, message)
+
+    def tick(self, *gone_pids: int, after: float = 0.0) -> list[Effect]:
+        self.now += after
+        return self.handle(Tick(frozenset(gone_pids)))
+
+    def phase(self, request_id: str) -> str:
+        record = self.core.book.requests.get(RequestId(request_id))
+        return "unknown" if record is None else str(record.phase)
+
+
+def sent(effects: list[Effect]) -> list[tuple[str, ToPeer]]:
+    return [(effect.peer[0], effect.message) for effect in effects if isinstance(effect, Send)]
+
+
+def sent_names(effects: list[Effect]) -> list[tuple[str, str]]:
+    return [(peer, type(message).__name__) for peer, message in sent(effects)]
+
+
+def only(effects: list[Effect], kind: type[ToPeer]) -> list[tuple[PeerKey, ToPeer]]:
+    return [
+        (effect.peer, effect.message)
+        for effect in effects
+        if isinstance(effect, Send) and isinstance(effect.message, kind)
+    ]
+
+
+def notes(effects: list[Effect]) -> list[str]:
+    return [effect.event for effect in effects if isinstance(effect, Note)]
+
+
+def pair_cluster(num_prefill: int = 1, num_decode: int = 1) -> Cluster:
+    """Return a cluster with a gateway and workers p0.. and d0.., all ready."""
+    cluster = Cluster()
+    for number in range(num_prefill):
+        cluster.join(f"p{number}", Role.PREFILL, pid=100 + number)
+    for number in range(num_decode):
+        cluster.join(f"d{number}", Role.DECODE, pid=200 + number)
+    cluster.join_gateway()
+    return cluster

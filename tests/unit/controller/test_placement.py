@@ -1,0 +1,60 @@
+import pytest
+
+from common.ids import WorkerId
+from common.messages.fields import Role
+from services.controller.policy.placement import (
+    WorkerView,
+    choose_decode,
+    choose_sides,
+    num_blocks_needed,
+)
+
+
+def view(name: str, role: Role, uncomputed: int = 0, used: int = 0, total: int = 100) -> WorkerView:
+    return WorkerView(WorkerId(name), role, uncomputed, total, used)
+
+
+P, D, C = Role.PREFILL, Role.DECODE, Role.COMBINED
+
+
+@pytest.mark.parametrize(
+    ("workers", "num_blocks", "expected"),
+    [
+        ([view("p", P), view("d", D)], 2, ("p", "d")),
+        ([view("p0", P, 10), view("p1", P, 5), view("d", D)], 2, ("p1", "d")),
+        ([view("p0", P), view("p1", P), view("d", D)], 2, ("p0", "d")),
+        ([view("p0", P, used=9), view("p1", P), view("d", D)], 2, ("p1", "d")),
+        ([view("p", P), view("d0", D, used=50), view("d1", D, used=40)], 2, ("p", "d1")),
+        # a share, not a count: 30 of 100 is emptier than 20 of 50
+        ([view("p", P), view("d0", D, used=20, total=50), view("d1", D, used=30)], 2, ("p", "d1")),
+        # room goes before share: 10 of 12 has no room for 4, 95 of 100 has
+        ([view("p", P), view("d0", D, used=9, total=12), view("d1", D, used=95)], 4, ("p", "d1")),
+        # nobody has room now: the emptiest may have it later
+        ([view("p", P), view("d0", D, used=99), view("d1", D, used=98)], 9, ("p", "d1")),
+        ([view("c", C)], 2, ("c", "c")),
+        ([view("c0", C, 7), view("c1", C, 3)], 2, ("c1", "c1")),
+        ([view("p", P, 9), view("d", D), view("c", C, 1)], 2, ("c", "c")),
+        ([view("p", P), view("c", C, 1)], 2, ("c", "c")),
+        ([view("p", P)], 2, None),
+        ([view("d", D)], 2, None),
+        ([], 2, None),
+        ([view("p", P, total=3), view("d", D)], 4, None),
+        ([view("p", P), view("d", D, total=3)], 4, None),
+    ],
+)
+def test_sides_are_the_least_loaded_workers_that_can_hold_the_request(
+    workers: list[WorkerView], num_blocks: int, expected: tuple[str, str] | None
+) -> None:
+    chosen = choose_sides(workers, num_blocks)
+    names = chosen and (chosen.prefill.worker_id, chosen.decode.worker_id)
+    assert names == expected
+
+
+def test_a_handoff_never_goes_to_a_worker_without_the_decode_role() -> None:
+    assert choose_decode([view("p", P), view("c", C)], 1) is None
+
+
+def test_blocks_are_counted_with_growth_for_each_choice() -> None:
+    assert num_blocks_needed(64, 1, 64) == 2
+    assert num_blocks_needed(65, 1, 64) == 3
+    assert num_blocks_needed(65, 4, 64) == 6
