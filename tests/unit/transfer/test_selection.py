@@ -1,0 +1,90 @@
+from dataclasses import replace
+
+import pytest
+
+from common.ids import Epoch, WorkerId
+from common.messages.fields import PeerInfo, Role
+from common.transfer.local import LocalBackend
+from common.transfer.selection import (
+    PREFERENCE,
+    TransportChosen,
+    TransportRefused,
+    select_transport,
+)
+from common.transfer.shm import ShmBackend
+
+OWN = PeerInfo(
+    worker_id=WorkerId("prefill-0"),
+    epoch=Epoch(1),
+    role=Role.PREFILL,
+    pid=10,
+    host="alpha",
+    handoff_endpoint="ipc:///run/p",
+    layout_fingerprint="0" * 16,
+    transports=("local", "shm"),
+)
+PEER = replace(OWN, worker_id=WorkerId("decode-0"), epoch=Epoch(2), role=Role.DECODE, pid=11)
+
+
+def test_every_transport_has_a_backend_and_a_place_in_the_order() -> None:
+    assert (LocalBackend.name, ShmBackend.name) == PREFERENCE
+
+
+def test_a_worker_and_itself_share_their_pool() -> None:
+    chosen = select_transport(OWN, OWN)
+    assert isinstance(chosen, TransportChosen)
+    assert chosen.name == "local"
+
+
+def test_two_workers_of_one_host_use_shared_memory() -> None:
+    assert select_transport(OWN, PEER) == TransportChosen(
+        "shm", "best that both sides report; here [local, shm], there [local, shm]"
+    )
+
+
+def test_a_restarted_worker_with_the_same_pid_is_not_the_same_process() -> None:
+    chosen = select_transport(OWN, replace(OWN, epoch=Epoch(9)))
+    assert isinstance(chosen, TransportChosen)
+    assert chosen.name == "shm"
+
+
+@pytest.mark.parametrize(
+    ("peer", "why"),
+    [
+        (replace(PEER, host="beta"), "shm: the workers are on different hosts"),
+        (replace(PEER, transports=("local",)), "shm: decode-0 does not offer it"),
+        (replace(PEER, transports=()), "local: decode-0 does not offer it"),
+    ],
+)
+def test_a_pair_that_nothing_joins_is_refused_with_both_lists(peer: PeerInfo, why: str) -> None:
+    refused = select_transport(OWN, peer)
+    assert isinstance(refused, TransportRefused)
+    assert refused.field == "transports"
+    assert refused.expected == "[local, shm] on host alpha"
+    assert refused.actual == f"[{', '.join(peer.transports)}] on host {peer.host}"
+    assert why in refused.message
+    assert refused.expected.split(" on ")[0] in refused.message
+    assert refused.actual.split(" on ")[0] in refused.message
+
+
+def test_a_forced_transport_is_used_even_where_a_better_one_exists() -> None:
+    chosen = select_transport(OWN, OWN, forced="shm")
+    assert isinstance(chosen, TransportChosen)
+    assert chosen.name == "shm"
+    assert chosen.reason.startswith("forced")
+
+
+@pytest.mark.parametrize(
+    ("forced", "why"),
+    [
+        ("local", "local: the workers are different processes"),
+        ("rdma", "rdma: unknown; there are local, shm"),
+    ],
+)
+def test_a_forced_transport_that_cannot_work_is_refused_and_never_replaced(
+    forced: str, why: str
+) -> None:
+    refused = select_transport(OWN, PEER, forced=forced)
+    assert isinstance(refused, TransportRefused)
+    assert refused.message.endswith(why)
+    assert refused.expected.endswith(f"forced {forced}")
