@@ -93,8 +93,10 @@ class _Wire:
             if error.errno == zmq.EHOSTUNREACH:
                 return False
             raise
-        if int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-            self._readable.set()
+        finally:
+            # A send that was refused has swallowed the edge just as well.
+            if int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+                self._readable.set()
         return True
 
     async def drain(self) -> list[list[bytes]]:
