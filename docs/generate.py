@@ -37,6 +37,27 @@ SIZES = ("segment_min_size", "kv_bytes", "max_body_bytes")
 
 Hint = Any  # Any: what a field is annotated with has no common type
 
+PROTOCOL_INTRO = (
+    f"Protocol version {PROTOCOL_VERSION}. A message is 1 to {MAX_FRAMES} ZeroMQ frames. The "
+    "first is a MessagePack array: protocol version, sender, epoch, role generation, sequence"
+    " number, cause, tag (the message's name), body (a map of its fields), of at most "
+    f"{format_size(MAX_HEADER_BYTES)}. The others are raw payloads of at most "
+    f"{format_size(MAX_PAYLOAD_BYTES)} together. A message that is not of its conversation, "
+    "has an unknown field or a value out of bounds is refused and logged."
+)
+SETTINGS_INTRO = (
+    "A flag goes before an environment variable, that before the TOML file named by "
+    "`--config` or `FLOWPATH_CONFIG`, that before the default. `flowpath serve --check` "
+    "prints what is in effect and where each value comes from. A file's keys are the names "
+    "below; an unknown one is refused. A size is bytes, or a number with `KB`, `MB`, `GB` "
+    "(decimal) or `KiB`, `MiB`, `GiB` (binary)."
+)
+MACHINES_INTRO = (
+    "Each cell of a table is decided: the phases an event may lead to; *ignored*, with the "
+    "reason; **peer's fault**, which the peer's message is dropped and logged for; or "
+    "**illegal**, a bug of ours that changes nothing and carries the story that led to it."
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Machine:
@@ -95,14 +116,7 @@ def protocol_page() -> str:
         "",
         NOTICE,
         "",
-        (
-            f"Protocol version {PROTOCOL_VERSION}. A message is 1 to {MAX_FRAMES} ZeroMQ frames. The "
-            "first is a MessagePack array: protocol version, sender, epoch, role generation, sequence "
-            "number, cause, tag (the message's name), body (a map of its fields), of at most "
-            f"{format_size(MAX_HEADER_BYTES)}. The others are raw payloads of at most "
-            f"{format_size(MAX_PAYLOAD_BYTES)} together. A message that is not of its conversation, "
-            "has an unknown field or a value out of bounds is refused and logged."
-        ),
+        PROTOCOL_INTRO,
         "",
         "## Channels",
         "",
@@ -139,13 +153,7 @@ def settings_page() -> str:
         "",
         NOTICE,
         "",
-        (
-            "A flag goes before an environment variable, that before the TOML file named by `--config` "
-            "or `FLOWPATH_CONFIG`, that before the default. `flowpath serve --check` prints what is in "
-            "effect and where each value comes from. A file's keys are the names below; an unknown one "
-            "is refused. A size is bytes, or a number with `KB`, `MB`, `GB` (decimal) or `KiB`, `MiB`, "
-            "`GiB` (binary)."
-        ),
+        SETTINGS_INTRO,
         "",
         *_row("setting", "flag", "variable", "default", "meaning"),
         *_row(*["---"] * 5),
@@ -169,11 +177,7 @@ def machines_page() -> str:
         "",
         NOTICE,
         "",
-        (
-            "Each cell of a table is decided: the phases an event may lead to; *ignored*, with the "
-            "reason; **peer's fault**, which the peer's message is dropped and logged for; or "
-            "**illegal**, a bug of ours that changes nothing and carries the story that led to it."
-        ),
+        MACHINES_INTRO,
     ]
     for machine in MACHINES:
         module = inspect.getmodule(_phase_type(machine.table))
@@ -303,14 +307,15 @@ def _arrows(table: Table) -> Iterator[str]:
             for target in verdict.to:
                 if target != phase:
                     arrows.setdefault((str(phase), str(target)), []).append(event)
-    for (source, target), events in arrows.items():
-        yield f"    {source} --> {target}: {', '.join(events)}"
+    for (source, goal), events in arrows.items():
+        yield f"    {source} --> {goal}: {', '.join(events)}"
 
 
 def _verdict(phase: StrEnum, verdict: Verdict) -> str:
     match verdict:
         case Legal(to):
-            return ", ".join("stays" if target == phase else f"→ `{target}`" for target in to)
+            names = ("stays" if target == phase else f"→ `{target}`" for target in to)
+            return ", ".join(names)
         case Ignored(reason):
             return f"*ignored*: {reason}"
         case PeerFault(reason):

@@ -58,8 +58,9 @@ class Supervisor:
         async with asyncio.TaskGroup() as tasks:
             for spec in self._specs:
                 tasks.create_task(self._keep(spec))
-            tasks.create_task(self._watch_start())
+            watch = tasks.create_task(self._watch_start())
             await self._stop_asked.wait()
+            watch.cancel()
             await self._end_all()
         return self._exit_code
 

@@ -1,0 +1,165 @@
+import json
+import logging
+import socket
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import structlog
+from typer.testing import CliRunner
+
+from common.config.settings import Settings, environment
+from services.cli.main import app
+
+
+@pytest.fixture(autouse=True)
+def _restore_loggers() -> Iterator[None]:
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    structlog.reset_defaults()
+
+
+@pytest.fixture(autouse=True)
+def _own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(environment):
+        if name.startswith(("FLOWPATH_", "FLOWKV_")):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("FLOWPATH_RUN_DIR", str(tmp_path / "run"))
+    monkeypatch.setenv("FLOWPATH_LOG_DIR", str(tmp_path / "log"))
+    monkeypatch.setenv("FLOWPATH_CACHE_DIR", str(tmp_path / "cache"))
+
+
+def run(*arguments: str) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, list(arguments))
+    return result.exit_code, result.stdout, result.stderr
+
+
+def test_version_is_printed() -> None:
+    code, out, _ = run("--version")
+    assert code == 0
+    assert out.startswith("flowpath ")
+
+
+def test_check_prints_every_setting_with_its_value_and_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "f.toml"
+    file.write_text('kv_bytes = "2GiB"\n')
+    monkeypatch.setenv("FLOWPATH_DECODE", "3")
+    monkeypatch.setenv("FLOWPATH_PORTT", "3")
+    code, out, _ = run("serve", "--config", str(file), "--port", "9", "--combined", "--check")
+    assert code == 0
+    rows = [line.split() for line in out.splitlines()]
+    assert [row[0] for row in rows[1:-1]] == list(Settings.model_fields)
+    assert ["port", "9", "flag", "--port"] in rows
+    assert ["combined", "true", "flag", "--combined"] in rows
+    assert ["decode", "3", "environment", "FLOWPATH_DECODE"] in rows
+    assert ["kv_bytes", "2GiB", "file", str(file)] in rows
+    assert ["max_num_seqs", "64", "default"] in rows
+    assert out.splitlines()[-1] == (
+        "note: environment FLOWPATH_PORTT names no setting and is ignored"
+    )
+
+
+@pytest.mark.parametrize("program", ["serve", "gateway", "controller", "prefill", "decode"])
+def test_every_program_takes_the_same_flags_and_refuses_a_bad_value_with_code_2(
+    program: str,
+) -> None:
+    code, _, err = run(program, "--block-size", "7", "--check")
+    assert code == 2
+    assert err.startswith("flowpath: setting block_size = '7' (flag --block-size)")
+
+
+def test_a_broken_model_folder_ends_serve_with_code_2_and_the_file_s_name(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{")
+    for extra in ((), ("--check",)):
+        code, _, err = run("serve", "--port", "0", "--model", str(model), *extra)
+        assert code == 2
+        assert str(model / "config.json") in err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_port_in_use_ends_serve_with_code_2_before_anything_is_started(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code, _, err = run("serve", "--port", str(port))
+    assert code == 2
+    assert f"port {port} on 127.0.0.1 cannot be used: Address already in use" in err
+    assert "--port or FLOWPATH_PORT" in err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_dir_that_others_can_enter_ends_serve_with_code_2(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    run_dir.chmod(0o755)
+    code, _, err = run("serve", "--port", "0")
+    assert code == 2
+    assert f"chmod 700 {run_dir}" in err
+    assert stat.S_IMODE(run_dir.stat().st_mode) == 0o755
+
+
+def test_status_without_a_controller_ends_with_code_2_and_says_where_it_looked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.cli.status.DEADLINE_SECONDS", 0.05)
+    code, out, err = run("status", "--json")
+    assert (code, out) == (2, "")
+    assert f"no controller answered at {tmp_path / 'run'}" in err
+
+
+LINES = [
+    {"ts": "2026-01-01T00:00:01.000001+00:00", "process": "gateway-0", "pid": 1, "level": "info",
+     "event": "request_received", "request_id": "r"},
+    {"ts": "2026-01-01T00:00:03.000001+00:00", "process": "gateway-0", "pid": 1, "level": "error",
+     "event": "request_failed", "request_id": "r", "reason": "[bold] is no mark"},
+    {"ts": "2026-01-01T00:00:02.000001+00:00", "process": "prefill-0", "pid": 2, "level": "info",
+     "event": "other", "request_id": "x"},
+]  # fmt: skip
+
+
+def write_logs(folder: Path) -> None:
+    folder.mkdir()
+    for line in LINES:
+        with (folder / f"{line['process']}.jsonl").open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def test_logs_are_merged_by_time(tmp_path: Path) -> None:
+    write_logs(tmp_path / "log")
+    code, out, _ = run("logs")
+    assert code == 0
+    assert out == (
+        "00:00:01.000001 gateway-0    request_received request_id=r\n"
+        "00:00:02.000001 prefill-0    other request_id=x\n"
+        "00:00:03.000001 gateway-0    request_failed request_id=r reason=[bold] is no mark\n"
+    )
+
+
+def test_logs_of_one_request_leave_the_others_out(tmp_path: Path) -> None:
+    write_logs(tmp_path / "log")
+    code, out, _ = run("logs", "--request", "r")
+    assert code == 0
+    assert [line.split()[2] for line in out.splitlines()] == ["request_received", "request_failed"]
+
+
+def test_logs_say_when_there_is_nothing(tmp_path: Path) -> None:
+    assert run("logs")[0] == 2
+    write_logs(tmp_path / "log")
+    code, _, err = run("logs", "--request", "nobody")
+    assert code == 2
+    assert "tells of request nobody" in err
+
+
+def test_chat_without_a_gateway_says_how_to_start_one() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    code, _, err = run("chat", "--port", str(port))
+    assert code == 2
+    assert "start one with `flowpath serve`" in err
