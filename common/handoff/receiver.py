@@ -5,7 +5,8 @@ at any moment until it says that it will not: with ``Commit``, ``Abort`` or ``Ab
 dead. So a handoff that we end ourselves drains: the blocks stay held until the peer has answered.
 A commit is verified block by block before anything reads the blocks; while that runs they are not
 freed either (STOPPING). With ACCEPTED the blocks belong to the decoding request, and only the
-record waits for the peer's ``Release``.
+record waits for the peer's ``Release``, so that a peer that missed ``Accepted`` is not told that
+the transfer is unknown.
 """
 
 from enum import StrEnum
@@ -75,7 +76,7 @@ RECEIVER_TABLE: Table = {
     (_P.RESERVED, "LeaseExpired"): Legal((_P.DRAINING,)),
     (_P.VERIFYING, "ReserveRepeated"): Ignored("the peer has its answer: it committed"),
     (_P.VERIFYING, "CommitReceived"): Ignored("repeat of the commit being verified"),
-    (_P.VERIFYING, "Verified"): Legal((_P.ACCEPTED,)),
+    (_P.VERIFYING, "Verified"): Legal((_P.ACCEPTED, _P.ENDED)),
     (_P.VERIFYING, "VerifyFailed"): Legal((_P.RESERVED, _P.ENDED)),
     (_P.VERIFYING, "ReleaseReceived"): _EARLY,
     (_P.VERIFYING, "AbortReceived"): Legal((_P.STOPPING,)),
@@ -94,7 +95,7 @@ RECEIVER_TABLE: Table = {
     (_P.STOPPING, "PeerLost"): _STOPS,
     (_P.STOPPING, "LeaseExpired"): _STOPS,
     (_P.DRAINING, "ReserveRepeated"): _DRAINS,
-    (_P.DRAINING, "CommitReceived"): _DRAINS,
+    (_P.DRAINING, "CommitReceived"): Legal((_P.DRAINING,)),
     (_P.DRAINING, "Verified"): _NO_VERIFY,
     (_P.DRAINING, "VerifyFailed"): _NO_VERIFY,
     (_P.DRAINING, "ReleaseReceived"): _EARLY,
@@ -112,7 +113,7 @@ RECEIVER_TABLE: Table = {
     (_P.ACCEPTED, "AbortedReceived"): _UNASKED,
     (_P.ACCEPTED, "CancelRequested"): _OWNED,
     (_P.ACCEPTED, "PeerLost"): Legal((_P.ENDED,)),
-    (_P.ACCEPTED, "LeaseExpired"): Legal((_P.ENDED,)),
+    (_P.ACCEPTED, "LeaseExpired"): Ignored("only the peer's word or death ends the record"),
     (_P.ENDED, "ReserveRepeated"): _OVER,
     (_P.ENDED, "CommitReceived"): _OVER,
     (_P.ENDED, "Verified"): _NO_VERIFY,
@@ -143,6 +144,7 @@ class HandoffReceiver:
         self._outcome: Outcome | None = None
         self._holds_blocks = True
         self._is_peer_lost = False
+        self._abort_reason = AbortReason.CANCELLED
         self._story = Story()
 
     def renew(self, deadline: float) -> None:
@@ -151,7 +153,7 @@ class HandoffReceiver:
 
     def tick(self, now: float) -> list[ReceiverEffect]:
         """Notice an expired lease."""
-        if now <= self.lease_deadline or self.phase is ReceiverPhase.ENDED:
+        if now <= self.lease_deadline or self.phase is not ReceiverPhase.RESERVED:
             return []
         return self.handle(LeaseExpired())
 
@@ -178,6 +180,9 @@ class HandoffReceiver:
             case CommitReceived(checksums=checksums):
                 if self.phase is ReceiverPhase.ACCEPTED:
                     return [SendAccepted()]
+                if self.phase is ReceiverPhase.DRAINING:
+                    # It would not have committed, had it heard our abort.
+                    return [SendAbort(self._abort_reason)]
                 self._commit = event
                 self._num_commits += 1
                 self.phase = ReceiverPhase.VERIFYING
@@ -197,8 +202,6 @@ class HandoffReceiver:
             case PeerLost(reason):
                 return self._peer_lost(reason)
             case LeaseExpired():
-                if self.phase is ReceiverPhase.ACCEPTED:
-                    return self._end(HandedOver())
                 lost = PeerGone("the prefill side did not renew its lease")
                 return self._stop(lost, AbortReason.LEASE_EXPIRED)
 
@@ -215,8 +218,10 @@ class HandoffReceiver:
         assert self._commit is not None, "verified without a commit"
         if self.phase is ReceiverPhase.STOPPING:
             return self._free(self._outcome or Failed("stopped without a reason"))
-        self.phase = ReceiverPhase.ACCEPTED
         self._holds_blocks = False
+        if self._is_peer_lost:
+            return [StartDecode(self._commit), *self._end(HandedOver())]
+        self.phase = ReceiverPhase.ACCEPTED
         return [SendAccepted(), StartDecode(self._commit)]
 
     def _verify_failed(self, block_index: int) -> list[ReceiverEffect]:
@@ -232,6 +237,7 @@ class HandoffReceiver:
 
     def _stop(self, outcome: Outcome, reason: AbortReason) -> list[ReceiverEffect]:
         self._outcome = outcome
+        self._abort_reason = reason
         verifying = self.phase is ReceiverPhase.VERIFYING
         self.phase = ReceiverPhase.STOPPING if verifying else ReceiverPhase.DRAINING
         return [SendAbort(reason)]

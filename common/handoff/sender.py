@@ -6,10 +6,15 @@ before it is done: at most one write is in flight, and it takes all blocks that 
 the last block the commit goes out with one checksum per written block. Whatever ends the handoff
 while a write is in flight waits in STOPPING for that write, because our ``Abort`` or ``Aborted``
 promises the decode side that nothing is written into its blocks any more.
+
+A renewed lease says that the peer lives, not that its answer is on the way: an answer that a lost
+connection took with it never comes. So while an answer is due, only a bounded number of renewals
+counts.
 """
 
 from enum import StrEnum
 
+from common.errors import ErrorCode
 from common.handoff.events import (
     Aborted,
     AbortReceived,
@@ -63,7 +68,7 @@ _ONCE = Illegal("the prefill has finished already")
 _REPEAT = Ignored("repeat of an answer")
 
 SENDER_TABLE: Table = {
-    (_P.RESERVING, "ReservedReceived"): Legal(_PUMP),
+    (_P.RESERVING, "ReservedReceived"): Legal((*_PUMP, _P.ENDED)),
     (_P.RESERVING, "ReserveRefusedReceived"): Legal((_P.ENDED,)),
     (_P.RESERVING, "BlocksComputed"): Legal((_P.RESERVING,)),
     (_P.RESERVING, "PrefillFinished"): Legal((_P.RESERVING,)),
@@ -77,8 +82,8 @@ SENDER_TABLE: Table = {
     (_P.RESERVING, "LeaseExpired"): Legal((_P.ENDED,)),
     (_P.READY, "ReservedReceived"): _REPEAT,
     (_P.READY, "ReserveRefusedReceived"): PeerFault("it has reserved already"),
-    (_P.READY, "BlocksComputed"): Legal(_PUMP),
-    (_P.READY, "PrefillFinished"): Legal(_PUMP),
+    (_P.READY, "BlocksComputed"): Legal((_P.READY, _P.WRITING)),
+    (_P.READY, "PrefillFinished"): Legal((_P.WRITING, _P.COMMITTING)),
     (_P.READY, "WriteFinished"): _NO_WRITE,
     (_P.READY, "WriteFailed"): _NO_WRITE,
     (_P.READY, "AcceptedReceived"): _EARLY,
@@ -106,7 +111,7 @@ SENDER_TABLE: Table = {
     (_P.COMMITTING, "WriteFinished"): _NO_WRITE,
     (_P.COMMITTING, "WriteFailed"): _NO_WRITE,
     (_P.COMMITTING, "AcceptedReceived"): Legal((_P.ENDED,)),
-    (_P.COMMITTING, "CommitRefusedReceived"): Legal((_P.WRITING, _P.ENDED)),
+    (_P.COMMITTING, "CommitRefusedReceived"): Legal((_P.WRITING, _P.COMMITTING, _P.ENDED)),
     (_P.COMMITTING, "AbortReceived"): Legal((_P.ENDED,)),
     (_P.COMMITTING, "CancelRequested"): Legal((_P.ENDED,)),
     (_P.COMMITTING, "PeerLost"): Legal((_P.ENDED,)),
@@ -139,6 +144,8 @@ SENDER_TABLE: Table = {
 
 MAX_COMMITS = 2
 """A damaged block is written again once; a second damage is a broken link."""
+MAX_UNANSWERED_RENEWALS = 16
+"""Renewals that count while an answer to ``Reserve`` or ``Commit`` is due: four leases' worth."""
 
 
 class HandoffSender:
@@ -158,13 +165,21 @@ class HandoffSender:
         self._num_written = 0
         self._num_in_flight = 0
         self._num_commits = 0
+        self._num_unanswered = 0
         self._checksums: list[int] = []
         self._finished: PrefillFinished | None = None
         self._ending: tuple[Outcome, SendAbort | SendAborted | None] | None = None
         self._story = Story()
 
     def renew(self, deadline: float) -> None:
-        """The peer knows this transfer: it lives until ``deadline``."""
+        """The peer knows this transfer: it lives until ``deadline``.
+
+        Without effect once the peer has owed us an answer for too long.
+        """
+        if self.phase in (SenderPhase.RESERVING, SenderPhase.COMMITTING):
+            self._num_unanswered += 1
+            if self._num_unanswered > MAX_UNANSWERED_RENEWALS:
+                return
         self.lease_deadline = deadline
 
     def tick(self, now: float) -> list[SenderEffect]:
@@ -219,6 +234,10 @@ class HandoffSender:
                 return self._stop(Aborted(reason, by_peer=False), SendAbort(reason))
             case PeerLost(reason):
                 return self._stop(PeerGone(reason), None)
+            case LeaseExpired() if self.phase is SenderPhase.RESERVING:
+                # Nothing was written, and the prompt is ours still: another may decode it.
+                refused = Refused(ErrorCode.TRANSFER_FAILED, "the decode side did not answer")
+                return self._end(refused, SendAbort(AbortReason.LEASE_EXPIRED))
             case LeaseExpired():
                 lost = PeerGone("the decode side did not renew its lease")
                 return self._stop(lost, SendAbort(AbortReason.LEASE_EXPIRED))
@@ -262,6 +281,7 @@ class HandoffSender:
             return [StartWrite(self._num_written, self._num_in_flight)]
         if self._finished is not None:
             self._num_commits += 1
+            self._num_unanswered = 0
             self.phase = SenderPhase.COMMITTING
             return [SendCommit(self._finished, tuple(self._checksums))]
         return []
