@@ -44,7 +44,7 @@ def serve(settings: Settings, *, is_port_free: bool) -> int:
             return asyncio.run(_serve(settings, out()))
         finally:
             file.close()
-            _tidy(settings.run_dir, remove_folder=not was_there)
+            tidy(settings.run_dir, remove_folder=not was_there)
 
 
 async def _serve(settings: Settings, console: Console) -> int:
@@ -68,17 +68,18 @@ async def _serve(settings: Settings, console: Console) -> int:
         tell(f"  {name:<10} {value}")
     supervisor = Supervisor(settings, specs, settings_file, tell)
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         loop.add_signal_handler(number, supervisor.stop)
     code = await supervisor.run()
     tell("stopped")
     return code
 
 
-def _tidy(run_dir: Path, *, remove_folder: bool) -> None:
-    """Leave nothing of ours behind in the folder of sockets."""
+def tidy(run_dir: Path, *, remove_folder: bool) -> None:
+    """Leave nothing of ours behind in the folder of sockets; every process has ended."""
     if remove_folder:
         shutil.rmtree(run_dir, ignore_errors=True)
         return
+    clean_run_dir(run_dir)
     for name in ("settings.json", "controller.lock", "serve.lock"):
         (run_dir / name).unlink(missing_ok=True)

@@ -4,6 +4,7 @@ from pathlib import Path
 from common.config.settings import Settings
 from services.cli.supervisor.plan import LONGEST_WAIT_SECONDS, Backoff, Stage, plan_processes
 from services.cli.supervisor.prepare import clean_run_dir
+from services.cli.supervisor.serve import tidy
 
 
 def names(settings: Settings) -> list[str]:
@@ -43,3 +44,14 @@ def test_sockets_of_a_killed_cluster_are_removed_and_other_files_stay(tmp_path: 
     assert clean_run_dir(tmp_path) == ["decode-0.handoff"]
     assert (tmp_path / "note.txt").exists()
     assert not (tmp_path / "decode-0.handoff").exists()
+
+
+def test_nothing_of_ours_is_left_in_a_folder_that_was_there_before(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as stale:
+        stale.bind(str(tmp_path / "decode-0.handoff"))
+    for name in ("settings.json", "serve.lock", "note.txt"):
+        (tmp_path / name).write_text("")
+    tidy(tmp_path, remove_folder=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["note.txt"]
+    tidy(tmp_path, remove_folder=True)
+    assert not tmp_path.exists()
