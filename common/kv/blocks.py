@@ -103,7 +103,8 @@ class BlockManager:
 
         The longest known prefix of at most ``max_cached_tokens`` is shared, in whole blocks; the
         rest is new, in as few runs as possible and right after the last shared block if it can be.
-        Cached blocks that nobody holds are evicted as needed. None: no room, nothing changed. A
+        Cached blocks that nobody holds are evicted as needed, and up to half as many as are new
+        beyond that where it joins free memory. None: no room, nothing changed. A
         second acquire of a live owner, or one of no tokens at all, raises LocalProtocolError.
         """
         if owner in self._tables:
@@ -327,11 +328,23 @@ class BlockManager:
         return runs
 
     def _make_room(self, num_new: int) -> None:
-        """Evict cached blocks, least recently used first, until ``num_new`` blocks are free."""
-        num_missing = num_new - self._allocator.num_free
-        if num_missing > 0:
-            evicted = [self._cache.evict() for _ in range(num_missing)]
-            self._log(AllocOpKind.EVICT, "", self._free(evicted), [])
+        """Evict cached blocks, least recently used first, until ``num_new`` blocks are free.
+
+        Then, while no free run holds them all, evict up to half as many more. With a cache that
+        fills the pool, free memory would else be exactly the holes that eviction leaves, and every
+        request would be cut into as many pieces (benchmarks/copies_per_transfer.py).
+        """
+        num_missing = max(0, num_new - self._allocator.num_free)
+        evicted = [self._cache.evict() for _ in range(num_missing)]
+        self._free(evicted)
+        num_more = min((num_new + 1) // 2, self._cache.num_evictable)
+        while num_more > 0 and self._allocator.largest_free < num_new:
+            block = self._cache.evict()
+            self._allocator.free([(block, 1)])
+            evicted.append(block)
+            num_more -= 1
+        if evicted:
+            self._log(AllocOpKind.EVICT, "", to_runs(sorted(evicted)), [])
 
     def _free(self, blocks: list[int]) -> list[Run]:
         runs = to_runs(sorted(blocks))

@@ -62,14 +62,26 @@ class Model:
         return found
 
     def make_room(self, num_new: int) -> bool:
-        """Evict the oldest prefixes, the longest of equally old ones first."""
+        """Evict the oldest prefixes, the longest of equally old ones first.
+
+        Beyond what is missing, half as many more while no free run is long enough.
+        """
         missing = num_new - len(self.free())
         candidates = sorted(self.evictable(), key=lambda p: (self.used_at[p], -len(p)))
         if missing > len(candidates):
             return False
-        for prefix in candidates[: max(0, missing)]:
+        num_more = (num_new + 1) // 2
+        for prefix in candidates:
+            if missing <= 0:
+                if num_more == 0 or self.longest_free() >= num_new:
+                    break
+                num_more -= 1
             del self.index[prefix]
+            missing -= 1
         return True
+
+    def longest_free(self) -> int:
+        return max((length for _, length in to_runs(sorted(self.free()))), default=0)
 
     def publish(self, owner: Owner, num_tokens: int) -> None:
         for number in range(len(owner.published), num_tokens // BLOCK_SIZE):
@@ -95,7 +107,7 @@ class Model:
 class BlockManagerMachine(RuleBasedStateMachine):
     owners = Bundle("owners")
 
-    @initialize(num_blocks=st.integers(1, 14), min_remainder=st.integers(0, 1))
+    @initialize(num_blocks=st.integers(1, 20), min_remainder=st.integers(0, 1))
     def start(self, num_blocks: int, min_remainder: int) -> None:
         self.lines: list[str] = []
         self.model = Model(num_blocks)
@@ -116,6 +128,20 @@ class BlockManagerMachine(RuleBasedStateMachine):
         extra=st.integers(0, 6),
     )
     def acquire(self, tokens: list[int], hold: Hold, limit: int, extra: int):  # type: ignore[no-untyped-def]  # multiple() has no public type
+        return self.acquire_checked(tokens, hold, limit, extra)
+
+    @rule(
+        target=owners,
+        like=owners,
+        more=st.lists(st.integers(0, 1), max_size=4),
+        limit=st.sampled_from((0, 99)),
+    )
+    def acquire_alike(self, like: str, more: list[int], limit: int):  # type: ignore[no-untyped-def]  # as above
+        """Share another owner's prefix, or hold duplicates of it (limit 0)."""
+        tokens = [*self.model.owners[like].tokens, *more]
+        return self.acquire_checked(tokens, Hold.REQUEST, limit, 0)
+
+    def acquire_checked(self, tokens: list[int], hold: Hold, limit: int, extra: int):  # type: ignore[no-untyped-def]  # as above
         name = self.new_name()
         hits = self.model.hits(tokens, limit)
         assert self.manager.match(tokens, limit) == len(hits) * BLOCK_SIZE
@@ -143,7 +169,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         assert list(blocks[: len(owner.blocks)]) == owner.blocks
         assert len(new) == num_new
         assert self.model.free().issuperset(new), "new blocks were free"
-        longest = max((length for _, length in to_runs(sorted(self.model.free()))), default=0)
+        longest = self.model.longest_free()
         follows = bool(owner.blocks) and bool(new) and new[0] == owner.blocks[-1] + 1
         if new and not follows and longest >= num_new:
             assert len(to_runs(new)) == 1, "one run where one is long enough"
@@ -220,8 +246,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         assert counts.cached == len(model.evictable())
         assert counts.in_transfer == in_transfer
         assert counts.referenced == sum(bool(owners) for owners in held) - in_transfer
-        runs = to_runs(sorted(model.free()))
-        assert counts.largest_free_run == max((length for _, length in runs), default=0)
+        assert counts.largest_free_run == model.longest_free()
         # A hit is right when its block is one that the model wrote this very prefix to.
         for prefix in {*model.index, *(p for o in model.owners.values() for p in o.published)}:
             assert manager.match(prefix, 99) == len(model.hits(list(prefix), 99)) * BLOCK_SIZE

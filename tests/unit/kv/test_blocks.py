@@ -175,9 +175,36 @@ def test_the_oldest_tail_is_evicted_first() -> None:
     acquire(manager, "x", [7] * 8)
     assert manager.match(old, 99) == 4, "the prefix outlives its tail"
     assert manager.match(young, 99) == 12
-    acquire(manager, "y", [8] * 8)
+    acquire(manager, "y", [8] * 4)
     assert manager.match(old, 99) == 0
-    assert manager.match(young, 99) == 8
+    assert manager.match(young, 99) == 12
+
+
+def scatter_cache(manager: BlockManager, num_blocks: int) -> None:
+    """Fill the pool with one cached block per prompt, the evens older than the odds."""
+    for block in range(num_blocks):
+        acquire(manager, f"{block}", tokens(1, first=100 * block))
+        manager.publish(f"{block}", tokens(1, first=100 * block))
+    for block in (*range(0, num_blocks, 2), *range(1, num_blocks, 2)):
+        manager.release(f"{block}")
+
+
+def test_eviction_goes_on_for_half_a_request_to_join_what_is_free() -> None:
+    manager = make(12)
+    scatter_cache(manager, 12)
+    # The oldest six are every other block. The next three join 0 to 6, and that is long enough.
+    assert acquire(manager, "x", [7] * 24).block_ids == (0, 1, 2, 3, 4, 5)
+    assert (manager.counts().free, manager.counts().cached) == (3, 3)
+
+
+def test_eviction_beyond_need_stops_at_half_a_request() -> None:
+    manager = make(12)
+    scatter_cache(manager, 12)
+    for wall in (2, 6):
+        assert acquire(manager, f"wall-{wall}", tokens(1, first=100 * wall)).block_ids == (wall,)
+    # Six are missing and three more are tried: the longest run is 7 to 10, and one block is left.
+    assert acquire(manager, "x", [7] * 24).block_ids == (7, 8, 9, 10, 0, 1)
+    assert (manager.counts().free, manager.counts().cached) == (3, 1)
 
 
 def test_a_hit_renews_the_prefix_that_it_used_and_no_more() -> None:

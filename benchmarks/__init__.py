@@ -1,0 +1,1 @@
+"""Measurements that can be repeated; ``python -m benchmarks`` runs them all."""

@@ -1,0 +1,31 @@
+"""Runs every benchmark one after another: ``python -m benchmarks [NAME ...]``."""
+
+import importlib
+import sys
+import time
+from collections.abc import Callable
+
+BENCHMARKS = ("copies_per_transfer", "handoff_copy", "engine", "handoff_latency")
+"""Modules of this folder; each has ``main(argv) -> int``, which is 0 when its targets are met."""
+
+
+def main(argv: list[str]) -> int:
+    unknown = set(argv) - set(BENCHMARKS)
+    if unknown:
+        print(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(BENCHMARKS)}")
+        return 2
+    names = [name for name in BENCHMARKS if not argv or name in argv]
+    missed: list[str] = []
+    for number, name in enumerate(names, start=1):
+        print(f"[{number}/{len(names)}] {name}", flush=True)
+        start = time.monotonic()
+        run: Callable[[list[str]], int] = importlib.import_module(f"benchmarks.{name}").main
+        if run([]) != 0:
+            missed.append(name)
+        print(f"[{number}/{len(names)}] {name}: {time.monotonic() - start:.1f} s\n", flush=True)
+    print(f"targets missed: {', '.join(missed)}" if missed else "all targets are met")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
