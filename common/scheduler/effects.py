@@ -42,6 +42,13 @@ class PromptComputed:
 
 
 @dataclass(frozen=True, slots=True)
+class DecodeBegan:
+    """The request's choices decode here from now on."""
+
+    request_id: RequestId
+
+
+@dataclass(frozen=True, slots=True)
 class CopyBlocks:
     """Copy blocks inside the pool now: (source, target) pairs."""
 
@@ -88,6 +95,7 @@ Effect = (
     | PrefillStarted
     | PromptProgressed
     | PromptComputed
+    | DecodeBegan
     | CopyBlocks
     | StopHandoff
     | Preempted

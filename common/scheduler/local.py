@@ -28,6 +28,7 @@ from common.messages.tokens import TokenDelta
 from common.sampling import FinishReason, SampledToken
 from common.scheduler.effects import (
     CopyBlocks,
+    DecodeBegan,
     Effect,
     EmitTokens,
     Preempted,
@@ -416,7 +417,7 @@ class LocalScheduler:
         request.has_drawn = True
         lead = request.lead
         num_prompt = len(request.new.prompt)
-        effects: list[Effect] = []
+        effects: list[Effect] = [DecodeBegan(request.request_id)]
         for sequence in request.sequences:
             if sequence.finish_reason is not None:
                 continue

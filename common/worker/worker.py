@@ -52,6 +52,7 @@ from common.messages.fields import PeerInfo, Role
 from common.messages.handoff import AbortReason
 from common.scheduler.effects import (
     CopyBlocks,
+    DecodeBegan,
     Effect,
     EmitTokens,
     Preempted,
@@ -239,6 +240,8 @@ class HybridWorker:
                 self._outbound.progress(request_id, num_blocks)
             case PromptComputed(request_id):
                 self._prompt_computed(effect)
+            case DecodeBegan(request_id):
+                self._control.send(DecodeStarted(request_id=request_id), request_id)
             case CopyBlocks(pairs):
                 self._own_pool.write([src for src, _ in pairs], [dst for _, dst in pairs])
             case StopHandoff(request_id, reason):
@@ -348,7 +351,6 @@ class HybridWorker:
             self.on_dropped(request_id)
             return
         self._emitter.open(taken.new.gateway_id, taken.new.tokens_endpoint)
-        self._control.send(DecodeStarted(request_id=request_id), request_id)
         self.execute(
             self._scheduler.add_decoding(
                 taken.new, taken.owner, taken.first_tokens, taken.num_cached_tokens
