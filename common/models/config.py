@@ -97,8 +97,8 @@ class ModelConfig:
                 "num_key_value_heads",
                 f"{self.num_kv_heads} does not divide num_attention_heads {self.num_heads}",
             )
-        if self.head_dim % 4:
-            raise fields.error("head_dim", f"{self.head_dim} is no multiple of 4")
+        if self.head_dim % 8:
+            raise fields.error("head_dim", f"{self.head_dim} is no multiple of 8")
         for token_id in (*self.eos_token_ids, self.bos_token_id or 0):
             if token_id >= self.vocab_size:
                 raise fields.error(

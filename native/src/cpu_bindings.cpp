@@ -57,7 +57,7 @@ InstructionSet find_set(const std::string& name, std::int32_t head_dim) {
     }
     for (const auto& [set, known] : set_names) {
         if (name == known && cpu::is_supported(set) &&
-            head_dim % cpu::kernels_of(set, Element::float32).lanes == 0) {
+            head_dim % (2 * cpu::kernels_of(set, Element::float32).lanes) == 0) {
             return set;
         }
     }
@@ -102,8 +102,8 @@ public:
             throw nb::value_error(("dtype '" + dtype + "' is not supported").c_str());
         }
         const Element element = dtype == "float32" ? Element::float32 : Element::bfloat16;
-        if (num_layers < 1 || block_size < 1 || num_kv_heads < 1 || head_dim < 4 ||
-            head_dim % 4 != 0 || num_heads < 1 || num_heads % num_kv_heads != 0) {
+        if (num_layers < 1 || block_size < 1 || num_kv_heads < 1 || head_dim < 8 ||
+            head_dim % 8 != 0 || num_heads < 1 || num_heads % num_kv_heads != 0) {
             throw nb::value_error("the layer shape is invalid");
         }
         const std::int64_t plane =

@@ -19,9 +19,8 @@ DecoderKernels::DecoderKernels(const DecoderShape& shape, const float* cosine, c
       sine_(sine),
       kernels_(kernels_of(set, shape.element)),
       team_(num_threads) {
-    const std::int32_t group = shape_.num_heads / shape_.pool.num_kv_heads;
     scratch_.resize(static_cast<std::size_t>(team_.num_threads()) *
-                    attend_scratch_floats(group, shape_.pool.head_dim));
+                    attend_scratch_floats(shape_.num_heads, shape_.pool.head_dim));
 }
 
 BatchFault DecoderKernels::set_batch(Batch&& batch) {
@@ -111,13 +110,11 @@ void DecoderKernels::list_parts(std::int32_t window) {
         const std::int32_t first = window > 0 ? std::max(0, last - window) : 0;
         const std::int32_t first_part = first / part_positions;
         const std::int32_t end_part = (last - 1) / part_positions + 1;
-        for (std::int32_t head = 0; head < shape_.pool.num_kv_heads; ++head) {
-            for (std::int32_t part = first_part; part < end_part; ++part) {
-                parts_.push_back({token, head, std::max(first, part * part_positions),
-                                  std::min(last, (part + 1) * part_positions),
-                                  static_cast<std::int64_t>(parts_.size()),
-                                  part == first_part ? end_part - first_part : 0});
-            }
+        for (std::int32_t part = first_part; part < end_part; ++part) {
+            parts_.push_back({token, std::max(first, part * part_positions),
+                              std::min(last, (part + 1) * part_positions),
+                              static_cast<std::int64_t>(parts_.size()),
+                              part == first_part ? end_part - first_part : 0});
         }
     }
     parts_window_ = window;
@@ -127,30 +124,26 @@ void DecoderKernels::attend(std::int32_t layer, const void* qkv, void* out, std:
                             float scale) {
     list_parts(window);
     const PoolView& pool = shape_.pool;
-    const std::int32_t group = shape_.num_heads / pool.num_kv_heads;
-    const std::size_t bytes = element_bytes(shape_.element);
-    const std::size_t head_bytes = static_cast<std::size_t>(pool.head_dim) * bytes;
-    const std::size_t group_bytes = static_cast<std::size_t>(group) * head_bytes;
+    const std::size_t head_bytes =
+        static_cast<std::size_t>(pool.head_dim) * element_bytes(shape_.element);
     const std::size_t q_bytes = static_cast<std::size_t>(shape_.num_heads) * head_bytes;
     const std::size_t row_bytes =
         q_bytes + 2 * static_cast<std::size_t>(pool.num_kv_heads) * head_bytes;
-    const std::size_t floats = part_floats(group, pool.head_dim);
-    const std::size_t scratch_floats = attend_scratch_floats(group, pool.head_dim);
+    const std::size_t floats = part_floats(shape_.num_heads, pool.head_dim);
+    const std::size_t scratch_floats = attend_scratch_floats(shape_.num_heads, pool.head_dim);
     results_.resize(std::max(results_.size(), parts_.size() * floats));
 
     const auto attend_one = [&](std::int64_t item, int thread) {
         const Part& part = parts_[static_cast<std::size_t>(item)];
-        AttendArgs args{pool,
-                        layer,
-                        group,
-                        static_cast<const std::byte*>(qkv) +
-                            static_cast<std::size_t>(part.token) * row_bytes +
-                            static_cast<std::size_t>(part.kv_head) * group_bytes,
-                        batch_.tables.data() + part.token * batch_.table_width,
-                        part.first,
-                        part.last,
-                        scale};
-        args.pool.base += static_cast<std::size_t>(part.kv_head) * head_bytes;
+        const AttendArgs args{
+            pool,
+            layer,
+            shape_.num_heads,
+            static_cast<const std::byte*>(qkv) + static_cast<std::size_t>(part.token) * row_bytes,
+            batch_.tables.data() + part.token * batch_.table_width,
+            part.first,
+            part.last,
+            scale};
         kernels_.attend_part(args, results_.data() + static_cast<std::size_t>(item) * floats,
                              scratch_.data() + static_cast<std::size_t>(thread) * scratch_floats);
     };
@@ -159,7 +152,7 @@ void DecoderKernels::attend(std::int32_t layer, const void* qkv, void* out, std:
         positions += part.last - part.first;
     }
     const auto num_parts = static_cast<std::int64_t>(parts_.size());
-    if (positions * group * pool.head_dim < min_parallel_elements) {
+    if (positions * shape_.num_heads * pool.head_dim < min_parallel_elements) {
         for (std::int64_t item = 0; item < num_parts; ++item) {
             attend_one(item, 0);
         }
@@ -170,9 +163,8 @@ void DecoderKernels::attend(std::int32_t layer, const void* qkv, void* out, std:
         if (part.num_parts > 0) {
             kernels_.join_parts(
                 results_.data() + static_cast<std::size_t>(part.index) * floats, part.num_parts,
-                group, pool.head_dim,
-                static_cast<std::byte*>(out) + static_cast<std::size_t>(part.token) * q_bytes +
-                    static_cast<std::size_t>(part.kv_head) * group_bytes);
+                shape_.num_heads, pool.head_dim,
+                static_cast<std::byte*>(out) + static_cast<std::size_t>(part.token) * q_bytes);
         }
     }
 }

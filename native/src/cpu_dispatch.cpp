@@ -37,7 +37,7 @@ bool is_supported(InstructionSet set) noexcept {
 
 InstructionSet widest_set(std::int32_t head_dim) noexcept {
     for (const InstructionSet set : {InstructionSet::avx512, InstructionSet::avx2}) {
-        if (is_supported(set) && head_dim % lanes_of(set) == 0) {
+        if (is_supported(set) && head_dim % (2 * lanes_of(set)) == 0) {
             return set;
         }
     }

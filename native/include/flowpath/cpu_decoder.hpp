@@ -65,11 +65,10 @@ private:
 
     struct Part {
         std::int64_t token;
-        std::int32_t kv_head;
         std::int32_t first;
         std::int32_t last;
-        std::int64_t index;  // among all parts; those of one (token, kv_head) are neighbours
-        std::int64_t num_parts;
+        std::int64_t index;  // among all parts; those of one token are neighbours
+        std::int64_t num_parts;  // of its token, at the token's first part; 0 at the others
     };
 
     template <typename Run>

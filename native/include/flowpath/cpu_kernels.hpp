@@ -17,7 +17,7 @@ enum class Element : std::uint8_t { float32, bfloat16 };
 
 // Positions of one part of attention: parts start at multiples of it, whatever the batch and the
 // number of threads, so that a sequence's result does not depend on its company.
-inline constexpr std::int32_t part_positions = 256;
+inline constexpr std::int32_t part_positions = 128;
 
 // The paged pool: block b, layer l, plane p (0 is K, 1 is V), position t of the block and head h
 // start at base + b * block_stride + l * layer_stride + p * plane_stride +
@@ -62,43 +62,42 @@ struct StoreArgs {
 };
 
 struct AttendArgs {
-    PoolView pool;            // base moved to the KV head
+    PoolView pool;
     std::int32_t layer;
-    std::int32_t group;       // query heads per KV head
-    const void* queries;      // of one token and KV head: (group, head_dim)
+    std::int32_t num_heads;
+    const void* queries;  // of one token: (num_heads, head_dim)
     const std::int32_t* table;
-    std::int32_t first;       // positions first .. last - 1 are attended
+    std::int32_t first;   // positions first .. last - 1 are attended, at most part_positions
     std::int32_t last;
     float scale;
 };
 
 // Result of one part: for each head the maximum score, the sum of exponentials relative to it, and
-// the weighted sum of values, (group) + (group) + (group, head_dim) floats.
-[[nodiscard]] constexpr std::size_t part_floats(std::int32_t group,
+// the weighted sum of values, (num_heads) + (num_heads) + (num_heads, head_dim) floats.
+[[nodiscard]] constexpr std::size_t part_floats(std::int32_t num_heads,
                                                 std::int32_t head_dim) noexcept {
-    return static_cast<std::size_t>(group) * (2 + static_cast<std::size_t>(head_dim));
+    return static_cast<std::size_t>(num_heads) * (2 + static_cast<std::size_t>(head_dim));
 }
 
-// Floats of scratch that attend_part needs.
-[[nodiscard]] constexpr std::size_t attend_scratch_floats(std::int32_t group,
+// Floats of scratch that attend_part needs: scaled queries and scores.
+[[nodiscard]] constexpr std::size_t attend_scratch_floats(std::int32_t num_heads,
                                                           std::int32_t head_dim) noexcept {
-    const auto heads = static_cast<std::size_t>(group);
-    return heads * static_cast<std::size_t>(head_dim) +     // scaled queries
-           heads * static_cast<std::size_t>(part_positions);  // scores
+    return static_cast<std::size_t>(num_heads) *
+           (static_cast<std::size_t>(head_dim) + static_cast<std::size_t>(part_positions));
 }
 
 // One instruction set's kernels for one element type.
 struct Kernels {
     const char* name;
-    std::int32_t lanes;  // head_dim must be a multiple of it
+    std::int32_t lanes;  // head_dim must be a multiple of twice as many
     void (*rms_norm)(const NormArgs& args, std::int64_t first_row, std::int64_t last_row);
     void (*silu_mul)(const void* gate_up, void* out, std::int64_t size, std::int64_t first_row,
                      std::int64_t last_row);
     void (*rotate_store)(const StoreArgs& args, std::int64_t first_token,
                          std::int64_t last_token);
     void (*attend_part)(const AttendArgs& args, float* part, float* scratch);
-    // Joins num_parts parts that lie behind each other into (group, head_dim) elements at out.
-    void (*join_parts)(const float* parts, std::int64_t num_parts, std::int32_t group,
+    // Joins num_parts parts that lie behind each other into (num_heads, head_dim) elements at out.
+    void (*join_parts)(const float* parts, std::int64_t num_parts, std::int32_t num_heads,
                        std::int32_t head_dim, void* out);
 };
 
@@ -107,7 +106,7 @@ enum class InstructionSet : std::uint8_t { portable, avx2, avx512 };
 // Whether this processor (and this build) can run the set.
 [[nodiscard]] bool is_supported(InstructionSet set) noexcept;
 
-// The widest supported set whose lanes divide head_dim; head_dim must be a multiple of 4.
+// The widest supported set that can work on head_dim, which must be a multiple of 8.
 [[nodiscard]] InstructionSet widest_set(std::int32_t head_dim) noexcept;
 
 // Only of a supported set.

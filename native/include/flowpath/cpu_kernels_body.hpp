@@ -8,6 +8,7 @@ namespace flowpath::cpu::FLOWPATH_ISA {
 namespace {
 
 constexpr int lanes = FLOWPATH_LANES;
+constexpr std::int64_t ahead = 8;  // rows between a prefetch and its use
 
 typedef float Floats __attribute__((vector_size(lanes * 4)));
 typedef std::int32_t Ints __attribute__((vector_size(lanes * 4)));
@@ -38,6 +39,36 @@ FLOWPATH_INLINE void store(std::uint16_t* to, Floats value) {
     bits += 0x7fffu + ((bits >> 16) & 1u);
     const Halves halves = __builtin_convertvector(bits >> 16, Halves);
     __builtin_memcpy(to, &halves, sizeof halves);
+}
+
+// Two vectors of 2 * lanes numbers, in an order of the type's own: as they lie for float32; the even
+// ones, then the odd ones for bfloat16, where that costs two instructions and no shuffle. Sums over
+// all numbers do not depend on it, and store_pair undoes it.
+struct Pair {
+    Floats first;
+    Floats second;
+};
+
+FLOWPATH_INLINE Pair load_pair(const float* from) { return {load(from), load(from + lanes)}; }
+
+FLOWPATH_INLINE Pair load_pair(const std::uint16_t* from) {
+    Bits both;
+    __builtin_memcpy(&both, from, sizeof both);
+    return {reinterpret_cast<Floats>(both << 16), reinterpret_cast<Floats>(both & 0xffff0000u)};
+}
+
+FLOWPATH_INLINE void store_pair(float* to, Pair pair) {
+    store(to, pair.first);
+    store(to + lanes, pair.second);
+}
+
+FLOWPATH_INLINE void store_pair(std::uint16_t* to, Pair pair) {
+    Bits even = reinterpret_cast<Bits>(pair.first);
+    Bits odd = reinterpret_cast<Bits>(pair.second);
+    even += 0x7fffu + ((even >> 16) & 1u);
+    odd += 0x7fffu + ((odd >> 16) & 1u);
+    const Bits both = (even >> 16) | (odd & 0xffff0000u);
+    __builtin_memcpy(to, &both, sizeof both);
 }
 
 FLOWPATH_INLINE float load_one(const float* from) { return *from; }
@@ -243,20 +274,36 @@ FLOWPATH_INLINE Floats sum_rows(Floats* rows) {
 
 #endif
 
+// Asks for the row that lies `ahead` rows on. Its address may be past the block's end, where it
+// costs a useless line and nothing else.
+template <typename T>
+FLOWPATH_INLINE void prefetch_row(const T* row, std::int64_t stride, std::int32_t size) {
+    const auto address =
+        reinterpret_cast<std::uintptr_t>(row) +
+        static_cast<std::uintptr_t>(ahead * stride * static_cast<std::int64_t>(sizeof(T)));
+    const auto bytes = static_cast<std::uintptr_t>(size) * sizeof(T);
+    for (std::uintptr_t at = 0; at < bytes; at += 64) {
+        __builtin_prefetch(reinterpret_cast<const void*>(address + at));
+    }
+}
+
 // Scores of `heads` query heads against `count` <= lanes keys that lie `stride` elements apart.
 template <typename T, int heads>
 FLOWPATH_INLINE void score_tile(const float* queries, const T* keys, std::int64_t stride, int count,
-                                std::int32_t dim, float* scores, Floats* partial) {
+                                std::int32_t dim, float* scores) {
+    Floats partial[heads * lanes];
     for (int key = 0; key < count; ++key) {
         Floats totals[heads];
         for (int head = 0; head < heads; ++head) {
             totals[head] = splat(0.0f);
         }
         const T* from = keys + key * stride;
-        for (std::int32_t i = 0; i < dim; i += lanes) {
-            const Floats value = load(from + i);
+        prefetch_row(from, stride, dim);
+        for (std::int32_t i = 0; i < dim; i += 2 * lanes) {
+            const Pair pair = load_pair(from + i);
             for (int head = 0; head < heads; ++head) {
-                totals[head] += value * load(queries + head * dim + i);
+                totals[head] += pair.first * load(queries + head * dim + i);
+                totals[head] += pair.second * load(queries + head * dim + i + lanes);
             }
         }
         for (int head = 0; head < heads; ++head) {
@@ -274,27 +321,30 @@ FLOWPATH_INLINE void score_tile(const float* queries, const T* keys, std::int64_
     }
 }
 
-// Adds the weighted values of `count` positions to `heads` x `vectors` * lanes sums.
-template <typename T, int heads, int vectors>
+// Adds the weighted values of `count` positions to `heads` rows of `pairs` * 2 * lanes sums.
+template <typename T, int heads, int pairs>
 FLOWPATH_INLINE void add_values(const float* weights, const T* values, std::int64_t stride,
                                 std::int32_t count, std::int32_t dim, float* sums) {
-    Floats totals[heads][vectors];
+    Floats totals[heads][2 * pairs];
     for (int head = 0; head < heads; ++head) {
-        for (int v = 0; v < vectors; ++v) {
+        for (int v = 0; v < 2 * pairs; ++v) {
             totals[head][v] = load(sums + head * dim + v * lanes);
         }
     }
     for (std::int32_t position = 0; position < count; ++position) {
         const T* from = values + position * stride;
-        for (int v = 0; v < vectors; ++v) {
-            const Floats value = load(from + v * lanes);
+        prefetch_row(from, stride, pairs * 2 * lanes);
+        for (int v = 0; v < pairs; ++v) {
+            const Pair pair = load_pair(from + v * 2 * lanes);
             for (int head = 0; head < heads; ++head) {
-                totals[head][v] += weights[head * part_positions + position] * value;
+                const float weight = weights[head * part_positions + position];
+                totals[head][2 * v] += weight * pair.first;
+                totals[head][2 * v + 1] += weight * pair.second;
             }
         }
     }
     for (int head = 0; head < heads; ++head) {
-        for (int v = 0; v < vectors; ++v) {
+        for (int v = 0; v < 2 * pairs; ++v) {
             store(sums + head * dim + v * lanes, totals[head][v]);
         }
     }
@@ -322,115 +372,146 @@ FLOWPATH_INLINE float softmax_part(float* scores, std::int32_t count, float* tot
     return maximum;
 }
 
-template <typename T, int heads>
-void attend_heads(const AttendArgs& args, const float* queries, float* scores, float* maxima,
-                  float* totals, float* sums, Floats* partial) {
+// The rows of one plane from a position to the end of its block or of the part.
+template <typename T>
+struct Stretch {
+    const T* rows;
+    std::int32_t count;
+};
+
+template <typename T>
+FLOWPATH_INLINE Stretch<T> stretch_at(const AttendArgs& args, std::int32_t position,
+                                      std::int32_t plane, std::int64_t stride) {
     const PoolView& pool = args.pool;
-    const std::int32_t dim = pool.head_dim;
-    const std::int64_t stride = static_cast<std::int64_t>(pool.num_kv_heads) * dim;
-    for (std::int32_t at = args.first; at < args.last;) {
-        const std::int32_t offset = at % pool.block_size;
-        const std::int32_t room = pool.block_size - offset;
-        const std::int32_t count = args.last - at < room ? args.last - at : room;
-        const T* keys = reinterpret_cast<const T*>(
-                            pool.plane(args.table[at / pool.block_size], args.layer, 0)) +
-                        offset * stride;
-        for (std::int32_t key = 0; key < count; key += lanes) {
-            const int tile = count - key < lanes ? count - key : lanes;
-            score_tile<T, heads>(queries, keys + key * stride, stride, tile, dim,
-                                 scores + (at - args.first) + key, partial);
-        }
-        at += count;
+    const std::int32_t offset = position % pool.block_size;
+    const std::int32_t room = pool.block_size - offset;
+    const std::int32_t rest = args.last - position;
+    const std::byte* base = pool.plane(args.table[position / pool.block_size], args.layer, plane);
+    return {reinterpret_cast<const T*>(base) + offset * stride, rest < room ? rest : room};
+}
+
+// One KV head's tile or stretch, with its query heads in bunches that fit the registers.
+template <typename T, int heads>
+FLOWPATH_INLINE void add_stretch(const float* weights, const T* values, std::int64_t stride,
+                                 std::int32_t count, std::int32_t dim, float* sums) {
+    std::int32_t i = 0;
+    for (; i + 4 * lanes <= dim; i += 4 * lanes) {
+        add_values<T, heads, 2>(weights, values + i, stride, count, dim, sums + i);
     }
-    for (int head = 0; head < heads; ++head) {
+    for (; i < dim; i += 2 * lanes) {
+        add_values<T, heads, 1>(weights, values + i, stride, count, dim, sums + i);
+    }
+}
+
+template <typename T>
+FLOWPATH_INLINE void score_group(std::int32_t group, const float* queries, const T* keys,
+                                 std::int64_t stride, int count, std::int32_t dim, float* scores) {
+    for (std::int32_t head = 0; head < group;) {
+        const float* q = queries + head * dim;
+        float* to = scores + head * part_positions;
+        switch (group - head) {
+            case 1: score_tile<T, 1>(q, keys, stride, count, dim, to); return;
+            case 2: score_tile<T, 2>(q, keys, stride, count, dim, to); return;
+            case 3: score_tile<T, 3>(q, keys, stride, count, dim, to); return;
+            default: score_tile<T, 4>(q, keys, stride, count, dim, to);
+        }
+        head += 4;
+    }
+}
+
+template <typename T>
+FLOWPATH_INLINE void add_group(std::int32_t group, const float* weights, const T* values,
+                               std::int64_t stride, std::int32_t count, std::int32_t dim,
+                               float* sums) {
+    for (std::int32_t head = 0; head < group;) {
+        const float* from = weights + head * part_positions;
+        float* to = sums + head * dim;
+        switch (group - head) {
+            case 1: add_stretch<T, 1>(from, values, stride, count, dim, to); return;
+            case 2: add_stretch<T, 2>(from, values, stride, count, dim, to); return;
+            case 3: add_stretch<T, 3>(from, values, stride, count, dim, to); return;
+            default: add_stretch<T, 4>(from, values, stride, count, dim, to);
+        }
+        head += 4;
+    }
+}
+
+// All heads of one token over one part: K of the part is read once, front to back, then V.
+template <typename T>
+void attend_part(const AttendArgs& args, float* part, float* scratch) {
+    const std::int32_t kv_heads = args.pool.num_kv_heads;
+    const std::int32_t group = args.num_heads / kv_heads;
+    const std::int32_t dim = args.pool.head_dim;
+    const std::int32_t size = args.num_heads * dim;
+    const std::int64_t stride = static_cast<std::int64_t>(kv_heads) * dim;
+    float* queries = scratch;
+    float* scores = queries + size;
+    float* maxima = part;
+    float* totals = part + args.num_heads;
+    float* sums = part + 2 * args.num_heads;
+    const T* from = static_cast<const T*>(args.queries);
+    for (std::int32_t i = 0; i < size; i += 2 * lanes) {
+        const Pair pair = load_pair(from + i);
+        store(queries + i, pair.first * args.scale);
+        store(queries + i + lanes, pair.second * args.scale);
+        store(sums + i, splat(0.0f));
+        store(sums + i + lanes, splat(0.0f));
+    }
+    for (std::int32_t at = args.first; at < args.last;) {
+        const Stretch<T> keys = stretch_at<T>(args, at, 0, stride);
+        for (std::int32_t key = 0; key < keys.count; key += lanes) {
+            const int tile = keys.count - key < lanes ? keys.count - key : lanes;
+            for (std::int32_t head = 0; head < kv_heads; ++head) {
+                score_group<T>(group, queries + head * group * dim,
+                               keys.rows + key * stride + head * dim, stride, tile, dim,
+                               scores + head * group * part_positions + (at - args.first) + key);
+            }
+        }
+        at += keys.count;
+    }
+    for (std::int32_t head = 0; head < args.num_heads; ++head) {
         maxima[head] =
             softmax_part(scores + head * part_positions, args.last - args.first, totals + head);
     }
     for (std::int32_t at = args.first; at < args.last;) {
-        const std::int32_t offset = at % pool.block_size;
-        const std::int32_t room = pool.block_size - offset;
-        const std::int32_t count = args.last - at < room ? args.last - at : room;
-        const T* values = reinterpret_cast<const T*>(
-                              pool.plane(args.table[at / pool.block_size], args.layer, 1)) +
-                          offset * stride;
-        const float* weights = scores + (at - args.first);
-        std::int32_t i = 0;
-        for (; i + 4 * lanes <= dim; i += 4 * lanes) {
-            add_values<T, heads, 4>(weights, values + i, stride, count, dim, sums + i);
+        const Stretch<T> values = stretch_at<T>(args, at, 1, stride);
+        for (std::int32_t done = 0; done < values.count; done += lanes) {
+            const std::int32_t tile = values.count - done < lanes ? values.count - done : lanes;
+            for (std::int32_t head = 0; head < kv_heads; ++head) {
+                add_group<T>(group,
+                             scores + head * group * part_positions + (at - args.first) + done,
+                             values.rows + done * stride + head * dim, stride, tile, dim,
+                             sums + head * group * dim);
+            }
         }
-        for (; i < dim; i += lanes) {
-            add_values<T, heads, 1>(weights, values + i, stride, count, dim, sums + i);
-        }
-        at += count;
+        at += values.count;
     }
 }
 
 template <typename T>
-void attend_part(const AttendArgs& args, float* part, float* scratch) {
-    const PoolView& pool = args.pool;
-    const std::int32_t group = args.group;
-    const std::int32_t dim = pool.head_dim;
-    const T* from = static_cast<const T*>(args.queries);
-    float* queries = scratch;
-    float* scores = queries + group * dim;
-    Floats partial[4 * lanes];
-    for (std::int32_t i = 0; i < group * dim; i += lanes) {
-        store(queries + i, load(from + i) * args.scale);
-    }
-    float* maxima = part;
-    float* totals = part + group;
-    float* sums = part + 2 * group;
-    for (std::int32_t i = 0; i < group * dim; i += lanes) {
-        store(sums + i, splat(0.0f));
-    }
-    for (std::int32_t head = 0; head < group;) {
-        const float* q = queries + head * dim;
-        float* s = scores + head * part_positions;
-        float* to = sums + head * dim;
-        switch (group - head) {
-            case 1:
-                attend_heads<T, 1>(args, q, s, maxima + head, totals + head, to, partial);
-                head += 1;
-                break;
-            case 2:
-                attend_heads<T, 2>(args, q, s, maxima + head, totals + head, to, partial);
-                head += 2;
-                break;
-            case 3:
-                attend_heads<T, 3>(args, q, s, maxima + head, totals + head, to, partial);
-                head += 3;
-                break;
-            default:
-                attend_heads<T, 4>(args, q, s, maxima + head, totals + head, to, partial);
-                head += 4;
-        }
-    }
-}
-
-template <typename T>
-void join_parts(const float* parts, std::int64_t num_parts, std::int32_t group,
+void join_parts(const float* parts, std::int64_t num_parts, std::int32_t num_heads,
                 std::int32_t head_dim, void* out) {
-    const std::size_t step = part_floats(group, head_dim);
-    for (std::int32_t head = 0; head < group; ++head) {
-        float maximum = parts[head];
+    const auto step = static_cast<std::int64_t>(part_floats(num_heads, head_dim));
+    for (std::int32_t head = 0; head < num_heads; ++head) {
+        const float* own = parts + head;
+        float maximum = own[0];
         for (std::int64_t part = 1; part < num_parts; ++part) {
-            const float other = parts[static_cast<std::size_t>(part) * step + head];
-            maximum = other > maximum ? other : maximum;
+            maximum = own[part * step] > maximum ? own[part * step] : maximum;
         }
         float total = 0.0f;
         for (std::int64_t part = 0; part < num_parts; ++part) {
-            const float* from = parts + static_cast<std::size_t>(part) * step;
-            total += exponential_one(from[head] - maximum) * from[group + head];
+            total += exponential_one(own[part * step] - maximum) * own[part * step + num_heads];
         }
         T* to = static_cast<T*>(out) + head * head_dim;
-        for (std::int32_t i = 0; i < head_dim; i += lanes) {
-            Floats sums = splat(0.0f);
+        for (std::int32_t i = 0; i < head_dim; i += 2 * lanes) {
+            Pair sums{splat(0.0f), splat(0.0f)};
             for (std::int64_t part = 0; part < num_parts; ++part) {
-                const float* from = parts + static_cast<std::size_t>(part) * step;
-                sums += exponential_one(from[head] - maximum) *
-                        load(from + 2 * group + head * head_dim + i);
+                const float weight = exponential_one(own[part * step] - maximum) / total;
+                const float* from = parts + part * step + 2 * num_heads + head * head_dim + i;
+                sums.first += weight * load(from);
+                sums.second += weight * load(from + lanes);
             }
-            store(to + i, sums / total);
+            store_pair(to + i, sums);
         }
     }
 }
