@@ -247,6 +247,7 @@ class ControllerCore:
         worker.kv = heartbeat.kv
         worker.load = heartbeat.load
         worker.assigned_tokens = 0
+        worker.replaced_blocks = 0
         worker.is_draining = heartbeat.is_draining
         worker.is_quarantined = heartbeat.is_quarantined
         worker.is_suspect = False

@@ -92,7 +92,8 @@ class Dispatcher:
         effects: list[Effect] = [Note("decode_refused", cause, message.request_id, facts)]
         effects += self._book.step(message.request_id, machine.DecodeRefusedReceived(), cause, now)
         if record is not None and record.phase is RequestPhase.WAITING:
-            effects += self._place_decode(record, cause, now)
+            is_oldest = next(iter(self._book.waiting)) == record.request_id
+            effects += self._place_decode(record, cause, now, may_ask_again=is_oldest)
         return effects
 
     def place_failed(
@@ -119,10 +120,17 @@ class Dispatcher:
         return [*again, *self._place(record, placement, send.payload, cause)]
 
     def retry_waiting(self, cause: str, now: float) -> list[Effect]:
-        """Place the decodes that wait, in their order, where there is room now."""
+        """Place the decodes that wait, in their order, where there is room now.
+
+        The oldest that finds no room keeps what there is: were later, smaller ones let past it, it
+        could wait for ever.
+        """
         effects: list[Effect] = []
+        is_first = True
         for request_id in list(self._book.waiting):
-            effects += self._place_decode(self._book.requests[request_id], cause, now)
+            record = self._book.requests[request_id]
+            effects += self._place_decode(record, cause, now, may_ask_again=is_first)
+            is_first &= record.phase is not RequestPhase.WAITING
         return effects
 
     def _choose(
@@ -190,7 +198,9 @@ class Dispatcher:
             self._tell_placed(record, cause),
         ]
 
-    def _place_decode(self, record: RequestRecord, cause: str, now: float) -> list[Effect]:
+    def _place_decode(
+        self, record: RequestRecord, cause: str, now: float, *, may_ask_again: bool
+    ) -> list[Effect]:
         """Try to place a waiting decode: first on those not asked yet, then where room shows."""
         workers = [w for w in self._members.workers.values() if w.peer.role is Role.DECODE]
         if workers and all(_is_excluded(record, worker.key) for worker in workers):
@@ -200,17 +210,18 @@ class Dispatcher:
         ready = [w for w in self._members.ready_workers() if not _is_excluded(record, w.key)]
         unasked = [w.view() for w in ready if w.key not in record.refusals]
         chosen = choose_decode(unasked, record.num_blocks)
-        if chosen is None:
-            asked = [
+        if chosen is None and may_ask_again:
+            free = [
                 worker.view()
                 for worker in ready
                 if now - record.refusals.get(worker.key, -1e9) >= self._limits.retry_seconds
+                and worker.has_room_now(record.num_blocks)
             ]
-            free = [view for view in asked if view.has_room(record.num_blocks)]
             chosen = choose_decode(free, record.num_blocks)
         if chosen is None:
             return []
         key = self._key(chosen.worker_id)
+        self._members.workers[key].replaced_blocks += record.num_blocks
         effects = self._book.step(record.request_id, machine.DecodePlaced(key), cause, now)
         place = PlaceDecode(request_id=record.request_id, decode=self._members.workers[key].peer)
         facts: tuple[Fact, ...] = (

@@ -17,8 +17,9 @@ class WorkerRecord:
     """One live incarnation of a worker.
 
     ``kv`` and ``load`` are its last heartbeat's. ``assigned_tokens`` are the prompt tokens placed
-    since then, ``placed_blocks`` the blocks of requests whose decode was placed here and has not
-    started: reserved already, or soon.
+    since then, ``replaced_blocks`` the blocks of refused decodes that were placed here again since
+    then. ``placed_blocks`` are those of requests whose decode was placed here and has not started:
+    reserved already, or soon.
     """
 
     hello: WorkerHello
@@ -30,6 +31,7 @@ class WorkerRecord:
     is_draining: bool = False
     is_quarantined: bool = False
     assigned_tokens: int = 0
+    replaced_blocks: int = 0
     placed_blocks: int = 0
 
     @property
@@ -50,6 +52,14 @@ class WorkerRecord:
         if self.is_suspect:
             return WorkerState.SUSPECT
         return WorkerState.DRAINING if self.is_draining else WorkerState.READY
+
+    def has_room_now(self, num_blocks: int) -> bool:
+        """Whether a reservation made now would find room, as far as is known.
+
+        Other than in ``view``, requests whose prefill has not asked for room yet do not count.
+        """
+        held = self.kv.referenced + self.kv.in_transfer if self.kv else 0
+        return self.hello.num_blocks - held - self.replaced_blocks >= num_blocks
 
     def view(self) -> WorkerView:
         """What placement sees. In-transfer blocks and placed ones are largely the same ones."""

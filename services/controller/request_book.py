@@ -15,8 +15,8 @@ MAX_STOPPED_KEPT = 4096
 class RequestBook:
     """Every request's record. ``num_queued`` have not started to decode.
 
-    ``waiting`` are the ids in the phase WAITING, oldest first. Keeps each worker's
-    ``placed_blocks`` right. ``requests`` is read by others and changed here alone.
+    ``waiting`` are the ids in the phase WAITING, in the order of their submission. Keeps each
+    worker's ``placed_blocks`` right. ``requests`` is read by others and changed here alone.
     """
 
     def __init__(self, members: Members) -> None:
@@ -57,7 +57,8 @@ class RequestBook:
         if record.phase is not RequestPhase.WAITING:
             self.waiting.pop(request_id, None)
         elif before is not RequestPhase.WAITING:
-            self.waiting[request_id] = None
+            waiting = sorted([*self.waiting, request_id], key=self._submitted_at)
+            self.waiting = dict.fromkeys(waiting)
         if record.phase is RequestPhase.UNKNOWN:
             self._forget(record)
             facts: tuple[Fact, ...] = (
@@ -72,6 +73,9 @@ class RequestBook:
             moved: tuple[Fact, ...] = (("by", type(event).__name__), ("phase", record.phase))
             effects = [*effects, Note("request_moved", cause, request_id, moved)]
         return effects
+
+    def _submitted_at(self, request_id: RequestId) -> float:
+        return self.requests[request_id].submitted_at
 
     def _forget(self, record: RequestRecord) -> None:
         del self.requests[record.request_id]
