@@ -184,7 +184,7 @@ def compare(folder: Path, dtype: str, threads: int, repeats: int, num_new: int) 
     return figures
 
 
-def main() -> int:
+def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, help="model folder (default: the default model)")
     parser.add_argument("--threads", type=int, nargs="+", default=[2])
@@ -196,7 +196,7 @@ def main() -> int:
     parser.add_argument(
         "--output", type=Path, default=Path(__file__).parent / "results" / "engine.json"
     )
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     folder = options.model or ensure_default_model(report=lambda line: print(line, file=sys.stderr))
     figures = [
         figure
@@ -215,4 +215,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -1,6 +1,7 @@
 """The native kernels of a decoder layer against plain torch, for every instruction set."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -162,8 +163,8 @@ def test_rotation_stores_exactly_the_rows_of_the_batch(case: Case, has_norm: boo
     expected = before
     for token, slot in enumerate(bench.slots):
         block, offset = divmod(int(slot), layout.block_size)
-        stored = bench.qkv[token, case.num_heads :].unflatten(0, (2, layout.num_kv_heads))
-        expected[block, 0, :, offset] = stored
+        stored = bench.qkv[token, case.num_heads :]
+        expected[block, 0, :, offset] = stored.view(2, layout.num_kv_heads, layout.head_dim)
     assert torch.equal(bench.view, expected)
 
 
@@ -230,11 +231,15 @@ def test_a_nan_in_a_query_reaches_the_output(name: str, dtype: str) -> None:
     ],
 )
 def test_a_batch_that_points_out_of_the_pool_is_refused(
-    change: dict[str, np.ndarray], message: str
+    change: dict[str, Any], message: str
 ) -> None:
     layout = KVLayout(1, 16, 1, 8, "float32")
     bench = Bench(Case(layout, 1, (3, 4), 0, "portable", 1, 0))
-    batch = {"positions": bench.positions, "slots": bench.slots, "tables": bench.tables}
+    batch: dict[str, Any] = {
+        "positions": bench.positions,
+        "slots": bench.slots,
+        "tables": bench.tables,
+    }
 
     with pytest.raises(ValueError, match=message):
         bench.kernels.set_batch(**(batch | change))

@@ -1,6 +1,7 @@
 """Random models of every supported family, small enough to compute in milliseconds."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import (
@@ -16,7 +17,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-SHAPE = {
+SHAPE: dict[str, Any] = {
     "vocab_size": 97,
     "hidden_size": 48,
     "intermediate_size": 80,
@@ -45,7 +46,8 @@ YARN = {
     "original_max_position_embeddings": 128,
 }
 
-VARIANTS: dict[str, tuple[type[PretrainedConfig], type[PreTrainedModel], dict[str, object]]] = {
+# Any: fields of configuration classes that have no types.
+VARIANTS: dict[str, tuple[type[PretrainedConfig], type[PreTrainedModel], dict[str, Any]]] = {
     "llama": (LlamaConfig, LlamaForCausalLM, {}),
     "llama-biased": (LlamaConfig, LlamaForCausalLM, {"attention_bias": True, "mlp_bias": True}),
     "llama-tied": (LlamaConfig, LlamaForCausalLM, {"tie_word_embeddings": True}),
@@ -96,7 +98,8 @@ def save_tiny_model(name: str, folder: Path, *, max_shard_size: str = "1GB") -> 
     torch.manual_seed(sorted(VARIANTS).index(name))
     config = config_class(**(SHAPE | changes))
     config._attn_implementation = "eager"
-    model = model_class(config).eval()
+    model: PreTrainedModel = model_class(config)
+    model.train(mode=False)
     with torch.no_grad():
         for tensor_name, tensor in model.named_parameters():
             spread = 0.3 if tensor.dim() == 1 else 0.25

@@ -1,6 +1,6 @@
 """Our decoder against transformers, for random models of every family and rotary scaling."""
 
-from collections.abc import Iterator
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,9 +26,9 @@ class Pair:
 @pytest.fixture(scope="module", params=list(VARIANTS))
 def folder(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[Path, PreTrainedModel]]:
+) -> tuple[Path, PreTrainedModel]:
     path = tmp_path_factory.mktemp(request.param)
-    yield path, save_tiny_model(request.param, path)
+    return path, save_tiny_model(request.param, path)
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def test_a_long_prompt_in_chunks_and_its_decodes_match(pair: Pair) -> None:
     prompt = tokens(400, 10)
     blocks = ours.blocks_for(420)
     bounds = [0, 130, 131, 395, 400]
-    for first, last in zip(bounds[:-2], bounds[1:-1], strict=True):
+    for first, last in itertools.pairwise(bounds):
         ours.execute(row(prompt[first:last], first, blocks, params=None))
     output = [ours.execute(row(prompt[395:], 395, blocks))[0][0]]
     while len(output) < 8:
