@@ -13,24 +13,41 @@ from typing import Generic, TypeVar
 
 import structlog
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from common.errors import ConfigError, RemoteProtocolError
 from common.ids import Epoch
 from common.messages.codec import Codec, Envelope, Received
 from common.transport.channels import Channel
+from common.transport.security import (
+    Guard,
+    Keys,
+    secure_binder,
+    secure_connector,
+    split_key,
+    with_key,
+)
 
 REPOLL_SECONDS = 0.1
 MAX_BURST = 64
 RECONNECT_MIN_MILLISECONDS = 20
 RECONNECT_MAX_MILLISECONDS = 500
 MAX_IPC_PATH_BYTES = 107
+TELL_AGAIN_SECONDS = 5.0
+"""How often a connection that keeps failing is told of."""
 
 Out = TypeVar("Out")
 In = TypeVar("In")
 
 log = structlog.get_logger()
 
-Context = zmq.Context[zmq.Socket[bytes]]
+HANDSHAKE_FAILURES = {
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH: "it does not let our key in: add our node.key to its allowed/",
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "it does not hold the key that the endpoint names",
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "it closed the connection: its key may be another one "
+    "than the endpoint names",
+}
+_WATCHED = sum(HANDSHAKE_FAILURES)  # a set of flags
 
 
 class Identity:
@@ -47,9 +64,33 @@ class Identity:
         return Envelope(self.name, self.epoch, self.role_generation, next(self._sequence), cause)
 
 
-def new_context() -> Context:
+class Context:
+    """The sockets of one process; ``keys`` secure those on TCP, which are refused without."""
+
+    def __init__(self, keys: Keys | None = None) -> None:
+        self.zmq: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.keys = keys
+        self._guard = Guard(self.zmq, keys) if keys is not None else None
+
+    def destroy(self, linger: int) -> None:
+        """Close every socket within ``linger`` milliseconds."""
+        if self._guard is not None:
+            self._guard.close()
+        self.zmq.destroy(linger=linger)
+
+
+def new_context(keys: Keys | None = None) -> Context:
     """Return a context for one process; end it with ``context.destroy(linger=0)``."""
-    return zmq.Context()
+    return Context(keys)
+
+
+def _keys_for(context: Context, endpoint: str) -> Keys:
+    if context.keys is None:
+        raise ConfigError(
+            f"{endpoint.partition('?')[0]}: TCP between processes needs keys; make them with "
+            "`flowpath keygen FOLDER` and set FLOWPATH_KEYS to the folder"
+        )
+    return context.keys
 
 
 def check_endpoint(endpoint: str) -> None:
@@ -70,7 +111,9 @@ class _Wire:
     """
 
     def __init__(self, context: Context, kind: int, channel: Channel) -> None:
-        self.socket: zmq.Socket[bytes] = context.socket(kind)
+        self.socket: zmq.Socket[bytes] = context.zmq.socket(kind)
+        self._monitor: zmq.Socket[bytes] | None = None
+        self._tell_again_at = 0.0
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.setsockopt(zmq.SNDHWM, channel.high_water_mark)
         self.socket.setsockopt(zmq.RCVHWM, channel.high_water_mark)
@@ -116,12 +159,29 @@ class _Wire:
                 async with asyncio.timeout(REPOLL_SECONDS):
                     await self._readable.wait()
             except TimeoutError:
-                continue
+                self._read_monitor()
         return []
+
+    def watch_handshakes(self) -> None:
+        """Log, from now on, why a secured connection does not come about."""
+        self._monitor = self.socket.get_monitor_socket(_WATCHED)
+
+    def _read_monitor(self) -> None:
+        if self._monitor is None or self.socket.closed:
+            return
+        while self._monitor.poll(0):
+            event = recv_monitor_message(self._monitor)
+            reason = HANDSHAKE_FAILURES[zmq.Event(event["event"])]
+            if self._loop.time() >= self._tell_again_at:
+                self._tell_again_at = self._loop.time() + TELL_AGAIN_SECONDS
+                log.error("handshake_refused", endpoint=event["endpoint"].decode(), reason=reason)
 
     def close(self, linger_seconds: float = 0.0) -> None:
         if not self.socket.closed:
             self._loop.remove_reader(self._fd)
+            if self._monitor is not None:
+                self.socket.disable_monitor()
+                self._monitor.close(linger=0)
             self.socket.close(linger=int(linger_seconds * 1000))
             self._readable.set()
 
@@ -139,6 +199,8 @@ class DealerLink(Generic[Out, In]):
         incoming: Codec[In],
     ) -> None:
         check_endpoint(endpoint)
+        address, key = split_key(endpoint)
+        keys = _keys_for(context, endpoint) if key is not None else None
         self.endpoint = endpoint
         self._identity = identity
         self._outgoing = outgoing
@@ -148,7 +210,10 @@ class DealerLink(Generic[Out, In]):
         # A routing id of our own choosing; the epoch in it keeps a restarted process apart from
         # the connection of its dead predecessor.
         self._wire.socket.setsockopt(zmq.ROUTING_ID, routing_id(identity.name, identity.epoch))
-        self._wire.socket.connect(endpoint)
+        if key is not None and keys is not None:
+            secure_connector(self._wire.socket, keys, key)
+            self._wire.watch_handshakes()
+        self._wire.socket.connect(address)
 
     def try_send(self, message: Out, cause: str, payload: tuple[bytes, ...] = ()) -> bool:
         """Queue a message; return False, with nothing queued, when the queue is full."""
@@ -188,6 +253,8 @@ class RouterHub(Generic[Out, In]):
         incoming: Codec[In],
     ) -> None:
         check_endpoint(endpoint)
+        is_tcp = endpoint.startswith("tcp://")
+        keys = _keys_for(context, endpoint) if is_tcp else None
         self._identity = identity
         self._outgoing = outgoing
         self._incoming = incoming
@@ -195,12 +262,15 @@ class RouterHub(Generic[Out, In]):
         self._wire = _Wire(context, zmq.ROUTER, channel)
         self._wire.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._wire.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        if keys is not None:
+            secure_binder(self._wire.socket, keys)
         try:
             self._wire.socket.bind(endpoint)
         except zmq.ZMQError as error:
             self._wire.close()
             raise ConfigError(f"cannot bind {channel.name} to {endpoint}: {error}") from error
-        self.endpoint = self._wire.socket.get_string(zmq.LAST_ENDPOINT)
+        bound = self._wire.socket.get_string(zmq.LAST_ENDPOINT)
+        self.endpoint = with_key(bound, keys.public) if keys is not None else bound
 
     def try_send(
         self, peer: tuple[str, Epoch], message: Out, cause: str, payload: tuple[bytes, ...] = ()

@@ -419,18 +419,6 @@ async def test_the_socket_file_is_gone_once_the_hub_is_closed(net: Net, tmp_path
     assert not (tmp_path / "s").exists()
 
 
-async def test_a_hub_tells_the_port_that_it_was_given(net: Net) -> None:
-    hub = net.hub("tcp://127.0.0.1:0")
-    assert not hub.endpoint.endswith(":0")
-    await meet(hub, net.link(hub.endpoint))
-
-
-async def test_an_endpoint_in_use_is_a_configuration_error_that_names_it(net: Net) -> None:
-    taken = net.hub("tcp://127.0.0.1:0")
-    with pytest.raises(ConfigError, match=f"cannot bind control to {taken.endpoint}"):
-        net.hub(taken.endpoint)
-
-
 async def test_a_folder_that_is_not_there_is_a_configuration_error(
     net: Net, tmp_path: Path
 ) -> None:
