@@ -5,19 +5,18 @@ has a status of its own. A failure after that is one ``data: {"error": ...}`` ev
 stream ends without ``[DONE]``.
 """
 
-import json
-from contextlib import aclosing
+from functools import partial
 
 from common.errors import RequestError
 from services.gateway.choice import ChoicePiece
-from services.gateway.connection import Connection
-from services.gateway.generation import CompletionPlan, Generation
+from services.gateway.connection import Connection, encode_json
+from services.gateway.generation import Generation
 from services.gateway.http_errors import request_error_body
 from services.gateway.logprobs import Json
 from services.gateway.metrics import GatewayMetrics
+from services.gateway.plan import CompletionPlan
 from services.gateway.shapes import ChoiceRecord, Shape
 
-_JSON_TYPE = "application/json"
 _SSE_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",
@@ -31,13 +30,11 @@ class WholeAnswer:
     def __init__(self, plan: CompletionPlan, shape: Shape, head: Json) -> None:
         self._shape = shape
         self._head = head
-        self._records = [ChoiceRecord() for _ in range(plan.params.num_choices)]
+        self._records = [ChoiceRecord() for _ in range(plan.num_choices)]
 
     async def write(self, connection: Connection, generation: Generation) -> None:
         """Collect every choice, then write; raises ``RequestError`` before anything is written."""
-        async with aclosing(generation.pieces()) as pieces:
-            async for choice, piece in pieces:
-                self._records[choice].add(piece)
+        await generation.run(self._take)
         answer = {
             **self._head,
             "object": self._shape.whole_object,
@@ -45,10 +42,10 @@ class WholeAnswer:
             "usage": generation.usage(),
             **self._shape.first_fields,
         }
-        body = _encode(answer)
-        headers = {"content-type": _JSON_TYPE, "content-length": str(len(body))}
-        await connection.start(200, headers)
-        await connection.finish(body)
+        await connection.answer(answer)
+
+    async def _take(self, choice: int, piece: ChoicePiece) -> None:
+        self._records[choice].add(piece)
 
 
 class StreamedAnswer:
@@ -70,9 +67,7 @@ class StreamedAnswer:
         Raises ``RequestError`` before anything is written.
         """
         try:
-            async with aclosing(generation.pieces()) as pieces:
-                async for choice, piece in pieces:
-                    await self._write_piece(connection, choice, piece)
+            await generation.run(partial(self._write_piece, connection))
         except RequestError as error:
             if not connection.is_started:
                 raise
@@ -116,8 +111,4 @@ class StreamedAnswer:
         return self._event(chunk)
 
     def _event(self, fields: Json) -> bytes:
-        return b"data: " + _encode({**self._head, **fields}) + b"\n\n"
-
-
-def _encode(value: Json) -> bytes:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
+        return b"data: " + encode_json({**self._head, **fields}) + b"\n\n"

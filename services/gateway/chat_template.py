@@ -43,7 +43,7 @@ class _GenerationTag(Extension):
 
 
 class ChatTemplate:
-    """Renders messages to the prompt text, with the generation prompt at the end."""
+    """Renders messages to the prompt text."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         environment = ImmutableSandboxedEnvironment(
@@ -82,7 +82,12 @@ class ChatTemplate:
         return cls(source, special_tokens)
 
     def render(
-        self, messages: Sequence[ChatMessage], *, rewrite: Callable[[str], str], max_chars: int
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        rewrite: Callable[[str], str],
+        max_chars: int,
+        add_generation_prompt: bool = True,
     ) -> str:
         """Render the conversation; ``rewrite`` is applied to every text of the caller's.
 
@@ -96,7 +101,7 @@ class ChatTemplate:
                 messages=[message.as_variable(rewrite) for message in messages],
                 tools=None,
                 documents=None,
-                add_generation_prompt=True,
+                add_generation_prompt=add_generation_prompt,
                 **self._special_tokens,
             ):
                 num_chars += len(piece)

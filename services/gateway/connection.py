@@ -1,10 +1,13 @@
 """One HTTP exchange on its socket: the body with its bounds, the answer, the disconnect."""
 
 import asyncio
+import json
 import time
 from collections.abc import Awaitable, Callable, Mapping
 
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from common.errors import ErrorCode, RequestError
@@ -26,10 +29,11 @@ class Connection:
     async def read_body(self, max_bytes: int, timeout_seconds: float) -> bytes:
         """Read the whole body, and stop as soon as it passes ``max_bytes``.
 
-        Raises ``RequestError`` for too many bytes or a stalled client, ``ClientDisconnect`` when
-        the client goes away.
+        Raises ``RequestError`` for too many bytes or a stalled client, ``HTTPException`` 415 for
+        another type than JSON, ``ClientDisconnect`` when the client goes away.
         """
         headers = dict(self._scope["headers"])
+        _check_is_json(headers)
         declared = headers.get(b"content-length", b"0")
         if declared.isdigit() and int(declared) > max_bytes:
             raise _too_large(max_bytes)
@@ -92,6 +96,13 @@ class Connection:
         self.is_complete = True
         await self._send(_body(chunk, is_more=False))
 
+    async def answer(self, value: object) -> None:
+        """Write a whole answer, as JSON."""
+        body = encode_json(value)
+        headers = {"content-type": "application/json", "content-length": str(len(body))}
+        await self.start(200, headers)
+        await self.finish(body)
+
     def note_admitted(self) -> None:
         """Note that the cluster took the request: an error from now on is no refusal."""
         self._scope["state"]["is_admitted"] = True
@@ -106,6 +117,40 @@ class Connection:
         # The end of a complete answer reads as a disconnect too.
         if not self.is_complete:
             job.cancel()
+
+
+class Exchange(Response):
+    """A response that reads the request and writes the answer itself, on the bare connection."""
+
+    def __init__(self, serve: Callable[[Connection], Awaitable[None]]) -> None:
+        super().__init__()
+        self._serve = serve
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one exchange."""
+        await self._serve(Connection(scope, receive, send))
+
+
+def encode_json(value: object) -> bytes:
+    """Encode as compact JSON in UTF-8."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+def _check_is_json(headers: Mapping[bytes, bytes]) -> None:
+    """Refuse a body that says it is something else than plain JSON; one that says nothing passes.
+
+    A web page may send its visitor's browser to any address with a form's or a text's type, but
+    not with JSON's: so a foreign page cannot use a server that only its visitor can reach.
+    """
+    declared = headers.get(b"content-type", b"application/json").decode("latin-1")
+    media_type, _, parameters = declared.partition(";")
+    if media_type.strip().lower() != "application/json":
+        raise HTTPException(415, "the content-type of the body must be application/json")
+    charset = parameters.lower().partition("charset=")[2].strip(' "')
+    if charset not in ("", "utf-8", "utf8"):
+        raise HTTPException(415, "the charset of the body must be utf-8")
+    if headers.get(b"content-encoding", b"identity").lower() != b"identity":
+        raise HTTPException(415, "the body must not be compressed (content-encoding)")
 
 
 def _body(chunk: bytes, *, is_more: bool) -> Message:

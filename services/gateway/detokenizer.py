@@ -110,11 +110,18 @@ class Detokenizer:
 
 
 def decode(token_bytes: TokenBytes, token_ids: Sequence[int]) -> str:
-    """Return the text of all tokens at once."""
-    detokenizer = Detokenizer(token_bytes)
-    pieces = [detokenizer.feed(token_id) for token_id in token_ids]
-    pieces.append(detokenizer.flush())
-    return "".join(pieces)
+    """Return the text of all tokens at once; special tokens have none."""
+    return _decoded(token_bytes, b"".join(map(token_bytes.text_bytes, token_ids)))
+
+
+def decode_prompt(token_bytes: TokenBytes, token_ids: Sequence[int]) -> str:
+    """Return the prompt that these tokens are, special tokens spelled out."""
+    return _decoded(token_bytes, b"".join(map(token_bytes.of, token_ids)))
+
+
+def _decoded(token_bytes: TokenBytes, raw: bytes) -> str:
+    text = raw.decode("utf-8", "replace")
+    return text.removeprefix(" ") if token_bytes.strips_first_space else text
 
 
 def _flatten(decoder: Mapping[str, object]) -> list[Mapping[str, object]]:

@@ -1,50 +1,100 @@
-"""One completion: what was asked, and the pieces of its choices as the cluster delivers them."""
+"""The choices of one request, as the cluster delivers their tokens."""
 
+import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing
-from dataclasses import dataclass
 
 from common.errors import ErrorCode, RequestError
-from common.ids import RequestId
-from common.sampling import FinishReason, SamplingParams
+from common.sampling import FinishReason
 from services.gateway.backend import PromptDone, Submission, TokenDelta
 from services.gateway.choice import ChoiceAssembler, ChoicePiece
 from services.gateway.detokenizer import TokenBytes
 from services.gateway.logprobs import Json
 from services.gateway.metrics import GatewayMetrics
+from services.gateway.plan import CompletionPlan, PromptPlan
+from services.gateway.together import run_together
 
-
-@dataclass(frozen=True, slots=True)
-class CompletionPlan:
-    """A checked request: nothing in it can be refused any more but by the cluster."""
-
-    request_id: RequestId
-    prompt_token_ids: tuple[int, ...]
-    params: SamplingParams
-    stops: tuple[str, ...]
-    is_stream: bool
-    has_usage_chunk: bool
-    shows_tokens: bool
-    """Whether logprobs or token ids are asked for, so that tokens without text are news too."""
+TakePiece = Callable[[int, ChoicePiece], Awaitable[None]]
+"""Takes one piece of one choice of the request; waits while the client cannot take more."""
 
 
 class Generation:
-    """Drives one submission and keeps its counts."""
+    """Drives the submissions of all prompts and keeps their counts."""
 
     def __init__(
         self,
         plan: CompletionPlan,
-        submission: Submission,
+        submissions: Sequence[Submission],
         token_bytes: TokenBytes,
         metrics: GatewayMetrics,
     ) -> None:
         self._plan = plan
+        self._prompts = [
+            _PromptGeneration(prompt, plan.stops, submission, token_bytes, metrics)
+            for prompt, submission in zip(plan.prompts, submissions, strict=True)
+        ]
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens that were found instead of computed."""
+        return sum(prompt.num_cached_tokens for prompt in self._prompts)
+
+    @property
+    def num_completion_tokens(self) -> int:
+        """Tokens of all choices so far."""
+        return sum(prompt.num_completion_tokens for prompt in self._prompts)
+
+    @property
+    def finish_reasons(self) -> list[FinishReason | None]:
+        """Why each choice ended; None for one that has not."""
+        return [reason for prompt in self._prompts for reason in prompt.finish_reasons]
+
+    async def run(self, take: TakePiece) -> None:
+        """Give every piece to ``take``, one at a time, until every choice is finished.
+
+        The prompts take turns in the order in which their tokens come. The first ``RequestError``
+        of any prompt is raised, once the others have stopped.
+        """
+        turn = asyncio.Lock()
+        num_choices = self._plan.num_choices_per_prompt
+
+        async def drive(prompt: _PromptGeneration, first_choice: int) -> None:
+            async with aclosing(prompt.pieces()) as pieces:
+                async for choice, piece in pieces:
+                    async with turn:
+                        await take(first_choice + choice, piece)
+
+        await run_together(
+            [drive(prompt, index * num_choices) for index, prompt in enumerate(self._prompts)]
+        )
+
+    def usage(self) -> Json:
+        """Return OpenAI's ``usage`` for what was answered so far, summed over the prompts."""
+        num_prompt_tokens = self._plan.num_prompt_tokens
+        return {
+            "prompt_tokens": num_prompt_tokens,
+            "completion_tokens": self.num_completion_tokens,
+            "total_tokens": num_prompt_tokens + self.num_completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
+        }
+
+
+class _PromptGeneration:
+    """Drives one submission; its choices are numbered from 0."""
+
+    def __init__(
+        self,
+        plan: PromptPlan,
+        stops: tuple[str, ...],
+        submission: Submission,
+        token_bytes: TokenBytes,
+        metrics: GatewayMetrics,
+    ) -> None:
         self._submission = submission
         self._metrics = metrics
         self._choices = [
-            ChoiceAssembler(token_bytes, plan.params, plan.stops)
-            for _ in range(plan.params.num_choices)
+            ChoiceAssembler(token_bytes, plan.params, stops) for _ in range(plan.params.num_choices)
         ]
         self._last_token_seconds: dict[int, float] = {}
         self.num_cached_tokens = 0
@@ -77,16 +127,6 @@ class Generation:
                 if all(choice.is_finished for choice in self._choices):
                     return
         raise RequestError(ErrorCode.INTERNAL, "the stream ended before every choice had finished")
-
-    def usage(self) -> Json:
-        """Return OpenAI's ``usage`` for what was answered so far."""
-        num_prompt_tokens = len(self._plan.prompt_token_ids)
-        return {
-            "prompt_tokens": num_prompt_tokens,
-            "completion_tokens": self.num_completion_tokens,
-            "total_tokens": num_prompt_tokens + self.num_completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
-        }
 
     async def _take(self, choice: ChoiceAssembler, delta: TokenDelta) -> ChoicePiece:
         if delta.finish_reason is FinishReason.CANCELLED:

@@ -35,7 +35,7 @@ class GatewayMetrics:
         )
         self.running = Gauge(
             "flowpath_num_requests_running",
-            "Completions in flight in this gateway.",
+            "Requests in work in this gateway; each prompt of a list is one.",
             registry=self.registry,
         )
         self.prompt_tokens = Counter(

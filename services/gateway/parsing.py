@@ -5,7 +5,7 @@ import secrets
 from collections.abc import Sequence
 from typing import TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from common.errors import ErrorCode, RequestError
@@ -14,13 +14,17 @@ from services.gateway.backend import ServedModel
 from services.gateway.fields import check_extra_fields
 from services.gateway.schema import ChatRequest, CompletionFields, TextRequest
 
+BodyT = TypeVar("BodyT", bound=BaseModel)
 RequestT = TypeVar("RequestT", bound=CompletionFields)
+
+DEFAULT_TEXT_TOKENS = 16
+"""max_tokens of /v1/completions, as OpenAI has it."""
 
 _IDENTIFIER = re.compile(r"[0-9]{1,10}")
 
 
-def parse_body(model_type: type[RequestT], body: bytes) -> RequestT:
-    """Parse and check a body as far as it can be without tokenizer and model."""
+def parse_json(model_type: type[BodyT], body: bytes) -> BodyT:
+    """Parse a body and check its fields one by one."""
     try:
         text = body.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -28,21 +32,46 @@ def parse_body(model_type: type[RequestT], body: bytes) -> RequestT:
             ErrorCode.BAD_REQUEST, f"the body is not valid UTF-8 (at byte {error.start})"
         ) from None
     try:
-        request = model_type.model_validate_json(text)
+        return model_type.model_validate_json(text)
     except ValidationError as error:
         raise _refusal(error) from None
+
+
+def parse_body(model_type: type[RequestT], body: bytes) -> RequestT:
+    """Parse and check a completion's body as far as it can be without tokenizer and model."""
+    request = parse_json(model_type, body)
     check_extra_fields(request.model_extra or {})
     if request.stream_options is not None and not request.stream:
         raise _bad("stream_options needs stream to be true", "stream_options")
+    if isinstance(request, TextRequest):
+        _check_text_fields(request)
     return request
 
 
-def check_model(request: CompletionFields, model: ServedModel) -> None:
+def _check_text_fields(request: TextRequest) -> None:
+    if request.best_of is not None and request.best_of != _or(request.n, 1):
+        raise _bad("best_of is not supported: it may only be what n is", "best_of")
+    if request.echo and request.logprobs is not None:
+        raise _bad("echo together with logprobs is not supported", "echo")
+
+
+def check_num_choices(request: TextRequest, max_choices: int) -> None:
+    """Raise ``RequestError`` when prompts times ``n`` are more than one request may have."""
+    num_prompts, n = len(request.prompt), _or(request.n, 1)
+    if num_prompts * n > max_choices:
+        raise _bad(
+            f"prompt: {num_prompts} prompts times n {n} are more than the {max_choices} choices "
+            "that one request may have",
+            "prompt",
+        )
+
+
+def check_model(name: str, model: ServedModel) -> None:
     """Raise ``RequestError`` unless the served model is meant."""
-    if request.model != model.name:
+    if name != model.name:
         raise RequestError(
             ErrorCode.MODEL_NOT_FOUND,
-            f"the model {request.model[:128]!r} does not exist; this server has {model.name!r}",
+            f"the model {name[:128]!r} does not exist; this server has {model.name!r}",
             param="model",
         )
 
@@ -54,13 +83,21 @@ def check_token_ids(token_ids: Sequence[int], model: ServedModel, param: str) ->
 
 
 def sampling_params(
-    request: ChatRequest | TextRequest, num_prompt_tokens: int, model: ServedModel
+    request: ChatRequest | TextRequest,
+    num_prompt_tokens: int,
+    model: ServedModel,
+    prompt_field: str | None = None,
 ) -> SamplingParams:
     """Resolve defaults and check what depends on the prompt's length and the model.
 
-    ``max_tokens`` defaults to the rest of the context; temperature and top_p to 1.
+    ``max_tokens`` defaults to the rest of the context for a chat and to 16 for a text, as OpenAI
+    has it; temperature and top_p to 1. ``prompt_field`` is how refusals name the prompt. Without
+    a seed each call draws its own.
     """
-    max_tokens = _max_tokens(request, num_prompt_tokens, model)
+    if prompt_field is None:
+        prompt_field = "messages" if isinstance(request, ChatRequest) else "prompt"
+    room = _room(num_prompt_tokens, model, prompt_field)
+    max_tokens = _max_tokens(request, num_prompt_tokens, room, prompt_field)
     min_tokens = request.min_tokens or 0
     if min_tokens > max_tokens:
         raise _bad(f"min_tokens is {min_tokens}, max_tokens only {max_tokens}", "min_tokens")
@@ -87,10 +124,8 @@ def sampling_params(
     )
 
 
-def _max_tokens(
-    request: ChatRequest | TextRequest, num_prompt_tokens: int, model: ServedModel
-) -> int:
-    prompt_field = "messages" if isinstance(request, ChatRequest) else "prompt"
+def _room(num_prompt_tokens: int, model: ServedModel, prompt_field: str) -> int:
+    """Return how many tokens the context leaves for the output: at least one."""
     if num_prompt_tokens == 0:
         raise _bad(f"{prompt_field} is empty", prompt_field)
     room = model.max_model_len - num_prompt_tokens
@@ -101,17 +136,23 @@ def _max_tokens(
             f"{prompt_field} has {num_prompt_tokens}",
             param=prompt_field,
         )
+    return room
+
+
+def _max_tokens(
+    request: ChatRequest | TextRequest, num_prompt_tokens: int, room: int, prompt_field: str
+) -> int:
     field, asked = "max_tokens", request.max_tokens
     if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
         if asked is not None and asked != request.max_completion_tokens:
             raise _bad("max_tokens and max_completion_tokens differ", "max_tokens")
         field, asked = "max_completion_tokens", request.max_completion_tokens
     if asked is None:
-        return room
+        return room if isinstance(request, ChatRequest) else min(room, DEFAULT_TEXT_TOKENS)
     if asked > room:
         raise RequestError(
             ErrorCode.CONTEXT_EXCEEDED,
-            f"this model's maximum context length is {model.max_model_len} tokens: "
+            f"this model's maximum context length is {num_prompt_tokens + room} tokens: "
             f"{prompt_field} has {num_prompt_tokens}, which leaves {room}, and {field} asks "
             f"for more",
             param=field,

@@ -8,6 +8,7 @@ from common.sampling import FinishReason, SampledToken
 from services.gateway.choice import ChoicePiece
 from services.gateway.detokenizer import TokenBytes
 from services.gateway.logprobs import Json, chat_logprobs, text_logprobs
+from services.gateway.plan import CompletionPlan
 
 
 @dataclass(slots=True)
@@ -25,15 +26,6 @@ class ChoiceRecord:
         self.tokens.extend(piece.tokens)
         self.text_offsets.extend(piece.text_offsets)
         self.finish_reason = piece.finish_reason
-
-
-@dataclass(frozen=True, slots=True)
-class ShapeOptions:
-    """What the caller wants to see beside the text."""
-
-    has_logprobs: bool
-    has_token_ids: bool
-    prompt_token_ids: tuple[int, ...]
 
 
 class Shape(Protocol):
@@ -65,14 +57,14 @@ class ChatShape:
     chunk_object = "chat.completion.chunk"
 
     def __init__(
-        self, request_id: RequestId, token_bytes: TokenBytes, options: ShapeOptions
+        self, request_id: RequestId, token_bytes: TokenBytes, plan: CompletionPlan
     ) -> None:
         self.completion_id = f"chatcmpl-{request_id}"
         self._token_bytes = token_bytes
-        self._options = options
+        self._plan = plan
         self.first_fields: Json = {}
-        if options.has_token_ids:
-            self.first_fields["prompt_token_ids"] = options.prompt_token_ids
+        if plan.has_token_ids:
+            self.first_fields["prompt_token_ids"] = plan.prompts[0].token_ids
 
     def opening(self, choice: int) -> Json | None:
         """Return the chunk with the role."""
@@ -93,9 +85,9 @@ class ChatShape:
             "logprobs": None,
             "finish_reason": piece.finish_reason,
         }
-        if self._options.has_logprobs and piece.tokens:
+        if self._plan.has_logprobs and piece.tokens:
             entry["logprobs"] = chat_logprobs(self._token_bytes, piece.tokens)
-        if self._options.has_token_ids:
+        if self._plan.has_token_ids:
             entry["token_ids"] = [token.token_id for token in piece.tokens]
         return entry
 
@@ -108,9 +100,9 @@ class ChatShape:
             "logprobs": None,
             "finish_reason": record.finish_reason,
         }
-        if self._options.has_logprobs:
+        if self._plan.has_logprobs:
             entry["logprobs"] = chat_logprobs(self._token_bytes, record.tokens)
-        if self._options.has_token_ids:
+        if self._plan.has_token_ids:
             entry["token_ids"] = [token.token_id for token in record.tokens]
         return entry
 
@@ -122,25 +114,28 @@ class TextShape:
     chunk_object = "text_completion"
 
     def __init__(
-        self, request_id: RequestId, token_bytes: TokenBytes, options: ShapeOptions
+        self, request_id: RequestId, token_bytes: TokenBytes, plan: CompletionPlan
     ) -> None:
         self.completion_id = f"cmpl-{request_id}"
         self._token_bytes = token_bytes
-        self._options = options
+        self._plan = plan
         self.first_fields: Json = {}
 
     def opening(self, choice: int) -> Json | None:
-        """Return nothing: this route's chunks have no role."""
-        return None
+        """Return the chunk with the prompt, where it is to be echoed."""
+        echo = self._plan.prompt_of(choice).echo
+        if not echo:
+            return None
+        return {"index": choice, "text": echo, "logprobs": None, "finish_reason": None}
 
     def chunk(self, choice: int, piece: ChoicePiece, *, is_first: bool) -> Json:
         """Return one piece of text; the last one carries the finish reason."""
         return self._entry(choice, piece, has_prompt=is_first)
 
     def whole(self, choice: int, record: ChoiceRecord) -> Json:
-        """Return one text."""
+        """Return one text, after the prompt where it is to be echoed."""
         piece = ChoicePiece(
-            "".join(record.texts),
+            self._plan.prompt_of(choice).echo + "".join(record.texts),
             tuple(record.tokens),
             tuple(record.text_offsets),
             record.finish_reason,
@@ -154,10 +149,10 @@ class TextShape:
             "logprobs": None,
             "finish_reason": piece.finish_reason,
         }
-        if self._options.has_logprobs and (piece.tokens or has_prompt):
+        if self._plan.has_logprobs and (piece.tokens or has_prompt):
             entry["logprobs"] = text_logprobs(self._token_bytes, piece.tokens, piece.text_offsets)
-        if self._options.has_token_ids:
+        if self._plan.has_token_ids:
             entry["token_ids"] = [token.token_id for token in piece.tokens]
             if has_prompt:
-                entry["prompt_token_ids"] = self._options.prompt_token_ids
+                entry["prompt_token_ids"] = self._plan.prompt_of(choice).token_ids
         return entry

@@ -75,15 +75,24 @@ class ModelTokenizer:
             raise ModelError(f"{path}: cannot be read: {error}") from error
         return cls(tokenizer, ChatTemplate.load(folder), max_model_len=max_model_len)
 
-    def encode_text(self, text: str) -> list[int]:
+    def encode_text(
+        self, text: str, *, param: str = "prompt", add_special_tokens: bool = True
+    ) -> list[int]:
         """Encode a raw prompt, which its caller wrote whole: special tokens in it are special.
 
-        The tokenizer's own start token is added where the model has one.
+        The tokenizer's own start token is added where the model has one. ``param`` is how a
+        refusal names the text.
         """
-        self._check_length(len(text), "prompt")
-        return self._encode(text, {}, add_special_tokens=True)
+        self._check_length(len(text), param)
+        return self._encode(text, {}, add_special_tokens=add_special_tokens)
 
-    def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
+    def encode_chat(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        add_generation_prompt: bool = True,
+        add_special_tokens: bool = False,
+    ) -> list[int]:
         """Render the chat template and encode it; the messages' own text has no special ids."""
         if self._template is None:
             raise RequestError(
@@ -100,8 +109,13 @@ class ModelTokenizer:
                 return text
             return self._special_start_pattern.sub(lambda found: disguise[found[0]], text)
 
-        rendered = self._template.render(messages, rewrite=rewrite, max_chars=self.max_prompt_chars)
-        return self._encode(rendered, disguise, add_special_tokens=False)
+        rendered = self._template.render(
+            messages,
+            rewrite=rewrite,
+            max_chars=self.max_prompt_chars,
+            add_generation_prompt=add_generation_prompt,
+        )
+        return self._encode(rendered, disguise, add_special_tokens=add_special_tokens)
 
     def _encode(
         self, text: str, disguise: dict[str, str], *, add_special_tokens: bool

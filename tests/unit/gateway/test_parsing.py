@@ -8,7 +8,12 @@ from hypothesis import strategies as st
 from common.errors import ErrorCode, RequestError
 from common.sampling import MAX_SEED
 from services.gateway.fields import HARMLESS, NEUTRAL_VALUES
-from services.gateway.parsing import check_model, parse_body, sampling_params
+from services.gateway.parsing import (
+    check_model,
+    check_num_choices,
+    parse_body,
+    sampling_params,
+)
 from services.gateway.schema import ChatRequest, TextRequest
 from tests.support.fake_backend import MAX_MODEL_LEN, MODEL_NAME, served_model
 
@@ -96,21 +101,72 @@ def test_a_wrong_chat_field_is_refused_by_its_path(fields, param):
     [
         ({"prompt": 5}, "prompt"),
         ({"prompt": None}, "prompt"),
-        ({"prompt": ["a", "b"]}, "prompt"),
-        ({"prompt": [[1], [2]]}, "prompt"),
+        ({"prompt": ["a", 1]}, "prompt"),
+        ({"prompt": ["a", [1]]}, "prompt"),
+        ({"prompt": [[1], "a"]}, "prompt"),
+        ({"prompt": [[1], [-2]]}, "prompt"),
+        ({"prompt": [[[1]]]}, "prompt"),
         ({"prompt": [1, -1]}, "prompt"),
         ({"prompt": [1, True]}, "prompt"),
         ({"prompt": [1, 2.0]}, "prompt"),
         ({"logprobs": True}, "logprobs"),
         ({"logprobs": 21}, "logprobs"),
         ({"suffix": "x"}, "suffix"),
-        ({"echo": True}, "echo"),
+        ({"suffix": 0}, "suffix"),
+        ({"echo": True, "logprobs": 0}, "echo"),
+        ({"echo": 1}, "echo"),
         ({"best_of": 3}, "best_of"),
+        ({"best_of": 1, "n": 2}, "best_of"),
         ({"messages": []}, "messages"),
     ],
 )
 def test_a_wrong_text_field_is_refused_by_its_path(fields, param):
     assert refusal(text, **fields).param == param
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"),
+    [
+        ("hi", ["hi"]),
+        ("", [""]),
+        ([1, 2], [[1, 2]]),
+        ([], [[]]),
+        (["a", "b"], ["a", "b"]),
+        ([[1], [2, 3]], [[1], [2, 3]]),
+        ([[], [1]], [[], [1]]),
+    ],
+)
+def test_every_kind_of_prompt_becomes_a_list_of_prompts(prompt, prompts):
+    assert text(prompt=prompt).prompt == prompts
+
+
+def test_best_of_may_say_what_n_says():
+    assert text(best_of=1).best_of == 1
+    assert text(best_of=2, n=2).n == 2
+
+
+def test_prompts_times_n_are_bounded():
+    check_num_choices(text(prompt=["a", "b"], n=3), 6)
+    error = refusal(check_num_choices, text(prompt=["a", "b"], n=3), 5)
+    assert error.param == "prompt"
+    assert "2 prompts times n 3" in error.message
+
+
+def test_a_message_may_be_sent_back_as_it_was_answered():
+    answered = {"role": "assistant", "content": "hi", "refusal": None, "tool_calls": []}
+    assert chat(messages=[*CHAT["messages"], answered]).messages[1].role == "assistant"
+    called = {**answered, "tool_calls": [{}]}
+    assert refusal(chat, messages=[called]).param == "messages[0].tool_calls"
+
+
+def test_texts_have_openais_short_default_and_chats_the_rest_of_the_context(model):
+    assert sampling_params(text(), 3, model).max_tokens == 16
+    assert sampling_params(text(), MAX_MODEL_LEN - 5, model).max_tokens == 5
+    assert sampling_params(chat(), 3, model).max_tokens == MAX_MODEL_LEN - 3
+
+
+def test_a_refused_prompt_of_a_list_is_named_by_its_place(model):
+    assert refusal(sampling_params, text(), 0, model, "prompt[4]").param == "prompt[4]"
 
 
 def test_neutral_and_harmless_fields_pass():
@@ -194,7 +250,7 @@ def test_what_depends_on_model_and_prompt_is_refused_by_name(
 
 def test_an_unknown_model_is_not_found(model):
     with pytest.raises(RequestError) as caught:
-        check_model(chat(model="gpt-4"), model)
+        check_model("gpt-4", model)
     assert (caught.value.code, caught.value.param) == (ErrorCode.MODEL_NOT_FOUND, "model")
 
 
@@ -236,7 +292,7 @@ def test_any_json_is_accepted_or_refused_by_name_and_never_crashes(model, fields
     body = json.dumps({**base, **fields}).encode("utf-8", "surrogatepass")
     with suppress(RequestError):
         request = parse_body(request_type, body)
-        check_model(request, model)
+        check_model(request.model, model)
         assert sampling_params(request, 3, model).max_tokens <= MAX_MODEL_LEN - 3
 
 
