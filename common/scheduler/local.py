@@ -7,7 +7,8 @@ So a preempted sequence simply starts again from nothing (or from the prefix cac
 that arrives by handoff starts with everything but its last token computed.
 
 Each step takes every decoding sequence first, one token each, then the prompts in arrival order
-in chunks that end on block borders, until the step's token budget is spent. Blocks of a prompt are
+in chunks that end on block borders, until the step's token budget is spent; a prompt that gets
+less than it needs is the last of its step. Blocks of a prompt are
 acquired whole when it is admitted; a decode grows block by block and, when the pool is full, the
 newest decode gives way, so that the oldest always goes on and a full pool cannot deadlock.
 
@@ -19,7 +20,7 @@ from collections import deque
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
-from common.errors import ErrorCode, LocalProtocolError
+from common.errors import ConfigError, ErrorCode, LocalProtocolError
 from common.ids import RequestId
 from common.kv.blocks import BlockManager, Hold
 from common.messages.fields import WorkerLoad
@@ -90,6 +91,11 @@ class LocalScheduler:
     """Owns the requests of one worker and decides each step."""
 
     def __init__(self, blocks: BlockManager, limits: SchedulerLimits) -> None:
+        if limits.max_num_batched_tokens < limits.block_size:
+            raise ConfigError(
+                f"a step of {limits.max_num_batched_tokens} tokens cannot compute a block of "
+                f"{limits.block_size}"
+            )
         self._blocks = blocks
         self._limits = limits
         self._requests: dict[RequestId, LocalRequest] = {}
@@ -190,7 +196,9 @@ class LocalScheduler:
             return None
         if choice is None:
             request.was_cancelled = True
-        elif not request.has_drawn:
+        if request.phase is RequestPhase.ENDED:
+            return []
+        if choice is not None and not request.has_drawn:
             return []  # the choices are not drawn yet, so none can be complete
         for sequence in request.sequences:
             if sequence.finish_reason is None and choice in (None, sequence.choice):
@@ -204,9 +212,9 @@ class LocalScheduler:
             return []
         for sequence in request.sequences:
             self._drop(sequence, FinishReason.CANCELLED)
+        request.is_told = True
         broke = RequestBroke(request_id, request.new.gateway_id, code, message)
-        stop = self._end(request, AbortReason.CANCELLED, is_told=True)
-        return [broke, *stop]
+        return [broke, *self._end(request, AbortReason.CANCELLED)]
 
     def find(self, request_id: RequestId) -> LocalRequest | None:
         """Return the request, if it is here."""
@@ -292,24 +300,29 @@ class LocalScheduler:
 
     def _plan_prefills(self, rows: list[PlannedRow], budget: int) -> int:
         for sequence in self._prefilling:
-            budget -= self._plan_chunk(sequence, rows, budget)
+            if len(rows) >= self._limits.max_num_seqs:
+                return 0
+            budget = self._plan_chunk(sequence, rows, budget)
         return budget
 
     def _plan_chunk(self, sequence: Sequence, rows: list[PlannedRow], budget: int) -> int:
+        """Plan what fits and return the budget for later prompts: none after a partial chunk."""
         start = sequence.num_computed
         num_tokens = min(sequence.num_uncomputed, budget)
         is_last = num_tokens == sequence.num_uncomputed
         if not is_last:
             # End on a block border, so that whole blocks can leave while the next chunk computes.
             num_tokens -= (start + num_tokens) % self._limits.block_size
-        if num_tokens <= 0:
-            return 0
-        rows.append(PlannedRow(sequence, start, num_tokens, is_last))
-        return num_tokens
+        if num_tokens > 0:
+            rows.append(PlannedRow(sequence, start, num_tokens, is_last))
+        return budget - num_tokens if is_last else 0
 
     def _admit(self, rows: list[PlannedRow], budget: int, effects: list[Effect]) -> None:
         while self._waiting and budget > 0 and len(rows) < self._limits.max_num_seqs:
             sequence = self._waiting[0]
+            if not self._blocks.can_ever_hold(sequence.length):
+                effects += self._finish_sequence(sequence, FinishReason.LENGTH)
+                continue
             if not self._acquire(sequence):
                 return
             self._waiting.popleft()
@@ -320,7 +333,7 @@ class LocalScheduler:
                 request.num_cached_tokens = sequence.num_computed
                 effects.append(PrefillStarted(request.request_id, sequence.num_computed))
                 effects += self._progress(sequence)
-            budget -= self._plan_chunk(sequence, rows, budget)
+            budget = self._plan_chunk(sequence, rows, budget)
 
     def _acquire(self, sequence: Sequence) -> bool:
         growth = min(sequence.request.new.params.max_tokens, self._limits.growth_tokens)
@@ -492,26 +505,23 @@ class LocalScheduler:
         if sequence.request.phase is not RequestPhase.SENDING:
             self._release(sequence)
 
-    def _end(
-        self, request: LocalRequest, reason: AbortReason, *, is_told: bool = False
-    ) -> list[Effect]:
+    def _end(self, request: LocalRequest, reason: AbortReason) -> list[Effect]:
         request.phase = RequestPhase.ENDED
         effects: list[Effect] = []
         if request.is_handoff_open:
             effects.append(StopHandoff(request.request_id, reason))
-        if is_told:
-            # The failure was told; only the blocks are still to go.
-            request.was_cancelled = True
-        return effects + self._settle(request, is_told=is_told)
+        return effects + self._settle(request)
 
-    def _settle(self, request: LocalRequest, *, is_told: bool = False) -> list[Effect]:
+    def _settle(self, request: LocalRequest) -> list[Effect]:
         """Let an ended request's blocks go once neither a step nor a handoff reads them."""
         if request.is_handoff_open or any(s.is_in_step for s in request.sequences):
             return []
         if self._requests.pop(request.request_id, None) is None:
             return []
         self._let_go(request)
-        return [] if is_told else [RequestEnded(request.request_id, request.was_cancelled)]
+        if request.is_told:
+            return []
+        return [RequestEnded(request.request_id, request.was_cancelled)]
 
     def _let_go(self, request: LocalRequest) -> None:
         for sequence in request.sequences:

@@ -73,7 +73,8 @@ class LocalRequest:
     """One request on this worker.
 
     ``is_remote`` says that another worker decodes it. ``is_handoff_open`` holds its blocks while a
-    handoff may still read them, whatever else happens to the request.
+    handoff may still read them, whatever else happens to the request. ``is_told`` says that its
+    end was reported already, as a failure, though blocks may still be held.
     """
 
     new: NewRequest
@@ -84,6 +85,7 @@ class LocalRequest:
     is_handoff_open: bool = False
     has_drawn: bool = False
     was_cancelled: bool = False
+    is_told: bool = False
 
     @property
     def request_id(self) -> RequestId:
