@@ -1,5 +1,6 @@
 """Bounded field types of messages; a value outside its bound is the peer's error."""
 
+from dataclasses import field
 from enum import StrEnum
 from typing import Annotated, Literal
 
@@ -103,3 +104,23 @@ class PoolHandle:
     block_bytes: Count
     num_bytes: Count
     nonce: Annotated[bytes, Field(strict=True, min_length=16, max_length=16)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRUCT)
+class TcpPoolHandle:
+    """How a peer anywhere writes a KV pool: the owner's data listener.
+
+    ``secret`` opens streams to it and travels on the handoff channel alone.
+    """
+
+    kind: Literal["tcp"]
+    host: Name
+    port: Annotated[int, Field(strict=True, ge=1, le=65535)]
+    secret: Annotated[bytes, Field(strict=True, min_length=32, max_length=32)] = field(repr=False)
+    num_blocks: Count
+    block_bytes: Count
+    num_bytes: Count
+
+
+ExportedPool = Annotated[PoolHandle | TcpPoolHandle, Field(discriminator="kind")]
+"""A pool as its owner offers it to a paired peer."""

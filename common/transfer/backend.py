@@ -11,10 +11,11 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from common.messages.fields import PoolHandle
+from common.ids import TransferId
+from common.messages.fields import PoolHandle, TcpPoolHandle
 
 MIN_LINK_RATIO = 0.5
-"""A link below this share of a plain memcpy's rate is flagged."""
+"""A link below this share of its limit is flagged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,16 +32,19 @@ class WriteReport:
 
 @dataclass(frozen=True, slots=True)
 class LinkRate:
-    """A link's measured rate beside a plain memcpy of the same size in the same process."""
+    """A link's measured rate beside its limit, measured in the same process with as many bytes.
+
+    The limit of shared memory is a plain memcpy, that of ``tcp`` a bare stream on this host.
+    """
 
     num_bytes: int
     gigabytes_per_second: float
-    memcpy_gigabytes_per_second: float
+    limit_gigabytes_per_second: float
 
     @property
     def ratio(self) -> float:
-        """The link's share of the memcpy's rate."""
-        return self.gigabytes_per_second / self.memcpy_gigabytes_per_second
+        """The link's share of its limit."""
+        return self.gigabytes_per_second / self.limit_gigabytes_per_second
 
     @property
     def is_flagged(self) -> bool:
@@ -51,8 +55,12 @@ class LinkRate:
 class PeerLink(Protocol):
     """A peer's pool that this process can write. Calls may come from any thread."""
 
-    def write(self, pairs_src: Sequence[int], pairs_dst: Sequence[int]) -> WriteReport:
+    def write(
+        self, pairs_src: Sequence[int], pairs_dst: Sequence[int], token: bytes = b""
+    ) -> WriteReport:
         """Copy own block ``pairs_src[i]`` to the peer's block ``pairs_dst[i]``, for all i.
+
+        ``token`` is what the peer granted with the reservation; shared memory needs none.
 
         Blocks until every byte is in the peer's pool, with the GIL released while bytes move, so
         call it in an executor thread. No target may be given twice. TransferError: nothing was
@@ -77,6 +85,45 @@ class TransferBackend(Protocol):
         """The transport's name."""
         ...
 
-    def open_peer(self, handle: PoolHandle) -> PeerLink:
+    def open_peer(self, handle: PoolHandle | TcpPoolHandle) -> PeerLink:
         """Open the pool that a peer exported; TransferError says what to check."""
+        ...
+
+
+class PoolExport(Protocol):
+    """The decode side of a transport: the own pool, as paired peers may write it."""
+
+    @property
+    def name(self) -> str:
+        """The transport's name."""
+        ...
+
+    @property
+    def is_fencing(self) -> bool:
+        """Whether ``revoke`` ends a peer's writing by itself, without the peer's word or death."""
+        ...
+
+    def handle(self) -> PoolHandle | TcpPoolHandle:
+        """Return what a peer needs to open the pool. It may hold a secret."""
+        ...
+
+    def grant(
+        self, transfer_id: TransferId, block_ids: Sequence[int], token: bytes | None = None
+    ) -> bytes:
+        """Let the holder of the returned token write these blocks; empty where none is needed.
+
+        ``token`` grants again what was revoked, to who holds it already.
+        """
+        ...
+
+    def revoke(self, transfer_id: TransferId) -> None:
+        """Take the grant back; a transfer without one is fine.
+
+        Where ``is_fencing``: on return no byte is written for it any more, and TransferError says
+        that this is not certain. Waits, so call it in an executor thread.
+        """
+        ...
+
+    def close(self) -> None:
+        """Export nothing any more."""
         ...

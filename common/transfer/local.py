@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from common.errors import TransferError
 from common.kv.pool import KVPool
-from common.messages.fields import PoolHandle
+from common.messages.fields import PoolHandle, TcpPoolHandle
 from common.transfer.backend import LinkRate, WriteReport
 from common.transfer.rates import measure_mapping
 from common.transfer.runs import write_blocks
@@ -24,7 +24,9 @@ class LocalLink:
         self._is_closed = False
         self._lock = threading.Lock()
 
-    def write(self, pairs_src: Sequence[int], pairs_dst: Sequence[int]) -> WriteReport:
+    def write(
+        self, pairs_src: Sequence[int], pairs_dst: Sequence[int], token: bytes = b""
+    ) -> WriteReport:
         """Copy blocks inside of the pool (see ``PeerLink``).
 
         A block that is its own target stays where it is and counts as no copy. A block that is
@@ -72,8 +74,10 @@ class LocalBackend:
     def __init__(self, pool: KVPool) -> None:
         self._pool = pool
 
-    def open_peer(self, handle: PoolHandle) -> LocalLink:
+    def open_peer(self, handle: PoolHandle | TcpPoolHandle) -> LocalLink:
         """Return a link to the own pool; TransferError when ``handle`` names another one."""
+        if isinstance(handle, TcpPoolHandle):
+            raise TransferError("local: the peer's pool is offered over tcp")
         if handle != self._pool.handle():
             raise TransferError(
                 f"local: process {handle.pid} descriptor {handle.fd} is not this worker's own pool"

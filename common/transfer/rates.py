@@ -30,7 +30,7 @@ def measure_mapping(mapped: memoryview) -> LinkRate:
     return LinkRate(
         num_bytes=source.size,
         gigabytes_per_second=source.size / min(link_seconds) / 1e9,
-        memcpy_gigabytes_per_second=source.size / min(plain_seconds) / 1e9,
+        limit_gigabytes_per_second=source.size / min(plain_seconds) / 1e9,
     )
 
 

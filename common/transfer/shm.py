@@ -4,8 +4,9 @@ import threading
 from collections.abc import Sequence
 
 from common.errors import TransferError
+from common.ids import TransferId
 from common.kv.pool import KVPool, PeerPool
-from common.messages.fields import PoolHandle
+from common.messages.fields import PoolHandle, TcpPoolHandle
 from common.transfer.backend import LinkRate, WriteReport
 from common.transfer.rates import measure_mapping
 from common.transfer.runs import write_blocks
@@ -19,7 +20,9 @@ class ShmLink:
         self._peer: PeerPool | None = peer
         self._lock = threading.Lock()
 
-    def write(self, pairs_src: Sequence[int], pairs_dst: Sequence[int]) -> WriteReport:
+    def write(
+        self, pairs_src: Sequence[int], pairs_dst: Sequence[int], token: bytes = b""
+    ) -> WriteReport:
         """Copy blocks into the peer's pool (see ``PeerLink``). The peer's death does not show."""
         with self._lock:
             peer = self._opened()
@@ -53,11 +56,42 @@ class ShmBackend:
     def __init__(self, pool: KVPool) -> None:
         self._pool = pool
 
-    def open_peer(self, handle: PoolHandle) -> ShmLink:
+    def open_peer(self, handle: PoolHandle | TcpPoolHandle) -> ShmLink:
         """Map the peer's pool; TransferError when it is gone or its blocks differ from ours."""
+        if isinstance(handle, TcpPoolHandle):
+            raise TransferError("shm: the peer's pool is offered over tcp")
         if handle.block_bytes != self._pool.block_bytes:
             raise TransferError(
                 f"shm: the peer's blocks have {handle.block_bytes} bytes, ours"
                 f" {self._pool.block_bytes}"
             )
         return ShmLink(self._pool, PeerPool.open(handle))
+
+
+class MemoryExport:
+    """The decode side of ``shm`` and ``local``: whoever maps the pool's file can write all of it.
+
+    Writing cannot be fenced: it has ended when the peer says so, or is dead.
+    """
+
+    name = "shm"
+    is_fencing = False
+
+    def __init__(self, pool: KVPool) -> None:
+        self._pool = pool
+
+    def handle(self) -> PoolHandle:
+        """Return what a peer on this host needs to map the pool."""
+        return self._pool.handle()
+
+    def grant(
+        self, transfer_id: TransferId, block_ids: Sequence[int], token: bytes | None = None
+    ) -> bytes:
+        """Return no token: the mapping is the right to write."""
+        return b""
+
+    def revoke(self, transfer_id: TransferId) -> None:
+        """Do nothing: the mapping cannot be taken back."""
+
+    def close(self) -> None:
+        """Do nothing: the pool closes its file."""
