@@ -1,0 +1,281 @@
+"""The local scheduler under random requests, cancels, failures and handoffs on tiny pools."""
+
+import random
+from collections.abc import Callable
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from common.errors import ErrorCode
+from common.ids import RequestId
+from common.kv.blocks import Hold
+from common.messages.handoff import FirstToken
+from common.sampling import SampledToken
+from common.scheduler.effects import Effect, RequestBroke, RequestEnded, StopHandoff
+from common.scheduler.local import StepPlan
+from common.scheduler.request import RequestPhase
+from tests.support.scheduler_bench import EOS, Bench, new_request
+
+MAX_STEPS_TO_END = 400
+
+
+def drawn(request_id: RequestId, choice: int, index: int) -> int:
+    """End some sequences early; the same sequence always gets the same tokens."""
+    return (
+        EOS if (int(request_id[1:]) + 3 * choice + index) % 7 == 0 else 2000 + 100 * choice + index
+    )
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    @initialize(
+        num_blocks=st.integers(2, 10),
+        block_size=st.sampled_from([4, 8]),
+        budget=st.integers(8, 24),
+        max_seqs=st.integers(1, 6),
+        growth=st.integers(0, 9),
+    )
+    def start(
+        self, num_blocks: int, block_size: int, budget: int, max_seqs: int, growth: int
+    ) -> None:
+        self.bench = Bench(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            budget=budget,
+            max_seqs=max_seqs,
+            growth=growth,
+            token_of=drawn,
+        )
+        self.scheduler = self.bench.scheduler
+        self.plan: StepPlan | None = None
+        self.num_names = 0
+        self.names: list[str] = []
+        self.remote: set[str] = set()
+        self.open: set[str] = set()
+        self.handed_over: set[str] = set()
+        self.reserved: dict[str, list[int]] = {}
+
+    # ---- what comes in ---------------------------------------------------------------------------
+
+    @rule(
+        length=st.integers(1, 40),
+        kind=st.integers(0, 2),
+        num_choices=st.integers(1, 3),
+        max_tokens=st.integers(1, 12),
+        is_remote=st.booleans(),
+    )
+    def add(
+        self, length: int, kind: int, num_choices: int, max_tokens: int, is_remote: bool
+    ) -> None:
+        name = self.new_name()
+        self.names.append(name)
+        request = new_request(
+            name, self.prompt(length, kind), num_choices=num_choices, max_tokens=max_tokens
+        )
+        if is_remote and max_tokens > 1:
+            self.remote.add(name)
+        self.bench.add(request, is_remote=name in self.remote)
+
+    @precondition(lambda self: self.scheduler.can_reserve() and len(self.reserved) < 3)
+    @rule(length=st.integers(1, 40), kind=st.integers(0, 2))
+    def reserve(self, length: int, kind: int) -> None:
+        """A prefill side elsewhere asks for room."""
+        name = self.new_name()
+        prompt = self.prompt(length, kind)
+        acquired = self.bench.blocks.acquire(
+            f"tr-{name}", prompt, hold=Hold.TRANSFER, max_cached_tokens=len(prompt)
+        )
+        if acquired is not None:
+            self.reserved[name] = prompt
+
+    @precondition(lambda self: self.reserved)
+    @rule(which=st.integers(0, 9), fate=st.sampled_from(["arrives", "arrives", "is aborted"]))
+    def end_reservation(self, which: int, fate: str) -> None:
+        name = sorted(self.reserved)[which % len(self.reserved)]
+        prompt = self.reserved.pop(name)
+        if fate == "is aborted":
+            self.bench.blocks.release(f"tr-{name}")
+            return
+        self.names.append(name)
+        choices = range(1 + which % 3)
+        firsts = [
+            FirstToken(
+                choice=choice, token=SampledToken(token_id=drawn(RequestId(name), choice, 0))
+            )
+            for choice in choices
+        ]
+        request = new_request(name, prompt, num_choices=len(choices), max_tokens=2 + which)
+        self.bench.take_over(request, firsts, owner=f"tr-{name}")
+
+    def new_name(self) -> str:
+        self.num_names += 1
+        return f"r{self.num_names}"
+
+    def prompt(self, length: int, kind: int) -> list[int]:
+        """Prompts of one kind share their beginnings."""
+        return [kind * 1000 + place for place in range(length)]
+
+    # ---- steps -----------------------------------------------------------------------------------
+
+    @precondition(lambda self: self.plan is None)
+    @rule()
+    def plan_a_step(self) -> None:
+        self.plan, effects = self.bench.plan()
+        self.follow(effects)
+
+    @precondition(lambda self: self.plan is not None)
+    @rule(failing=st.sampled_from([None] * 9 + [0, 1]))
+    def finish_the_step(self, failing: int | None) -> None:
+        assert self.plan is not None
+        plan, self.plan = self.plan, None
+        self.follow(self.bench.finish(plan, [] if failing is None else [failing]))
+
+    # ---- handoffs --------------------------------------------------------------------------------
+
+    def openable(self) -> list[str]:
+        phases = (RequestPhase.PREFILLING, RequestPhase.SENDING)
+        return [
+            name
+            for name in sorted(self.remote - self.open)
+            if (request := self.scheduler.find(RequestId(name))) is not None
+            and request.phase in phases
+        ]
+
+    @precondition(lambda self: self.openable())
+    @rule(which=st.integers(0, 9))
+    def open_a_handoff(self, which: int) -> None:
+        names = self.openable()
+        name = names[which % len(names)]
+        self.scheduler.open_handoff(RequestId(name))
+        self.open.add(name)
+
+    @precondition(lambda self: self.open)
+    @rule(which=st.integers(0, 9), is_good=st.booleans())
+    def close_a_handoff(self, which: int, is_good: bool) -> None:
+        name = sorted(self.open)[which % len(self.open)]
+        request = self.scheduler.find(RequestId(name))
+        assert request is not None, "an open handoff keeps its request"
+        was_accepted = is_good and request.phase is RequestPhase.SENDING
+        self.open.discard(name)
+        if was_accepted:
+            self.handed_over.add(name)
+        self.bench.close_handoff(name, was_accepted=was_accepted)
+
+    @precondition(lambda self: self.openable())
+    @rule(which=st.integers(0, 9))
+    def place_here(self, which: int) -> None:
+        names = self.openable()
+        name = names[which % len(names)]
+        self.remote.discard(name)
+        self.bench.take(self.scheduler.place_locally(RequestId(name)))
+
+    def follow(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, StopHandoff):
+                assert effect.request_id in self.open, "only an open handoff is stopped"
+
+    # ---- ends ------------------------------------------------------------------------------------
+
+    @precondition(lambda self: self.names)
+    @rule(which=st.integers(0, 99), choice=st.sampled_from([None, None, 0, 1, 2]))
+    def cancel(self, which: int, choice: int | None) -> None:
+        self.follow(self.bench.cancel(self.names[which % len(self.names)], choice) or [])
+
+    @precondition(lambda self: self.names)
+    @rule(which=st.integers(0, 99))
+    def fail(self, which: int) -> None:
+        name = RequestId(self.names[which % len(self.names)])
+        self.follow(self.bench.take(self.scheduler.fail(name, ErrorCode.INTERNAL, "no gateway")))
+
+    # ---- what holds ------------------------------------------------------------------------------
+
+    @invariant()
+    def nothing_is_violated(self) -> None:
+        assert self.bench.violations == []
+        self.bench.blocks.validate()
+        for name, reports in self.bench.reports.items():
+            assert len(reports) == 1, f"{name} was told {reports}"
+            assert name not in self.handed_over, f"{name} ends elsewhere"
+
+    def teardown(self) -> None:
+        """Without anything new, all ends in a bounded number of steps and nothing is held."""
+        for _ in range(MAX_STEPS_TO_END):
+            if self.plan is not None:
+                self.finish_the_step(None)
+            while self.open:
+                self.close_a_handoff(0, is_good=True)
+            while self.openable():
+                self.place_here(0)
+            while self.reserved:
+                self.end_reservation(0, "arrives")
+            self.nothing_is_violated()
+            if not self.scheduler.request_ids():
+                break
+            self.plan_a_step()
+        assert self.scheduler.request_ids() == (), "requests hang"
+        counts = self.bench.blocks.counts()
+        assert (counts.referenced, counts.in_transfer) == (0, 0)
+        for name in self.names:
+            if name not in self.handed_over:
+                (report,) = self.bench.reports.get(name, [None])
+                assert isinstance(report, RequestEnded | RequestBroke), f"{name} was told {report}"
+
+
+SchedulerMachine.TestCase.settings = settings(
+    max_examples=120, stateful_step_count=40, deadline=None, derandomize=True
+)
+TestLocalScheduler = SchedulerMachine.TestCase
+
+NUM_WALKS = 1500
+"""Random walks come further than Hypothesis in the same time, but cannot shrink what they find."""
+
+
+def steps_of(machine: SchedulerMachine, rng: random.Random) -> list[Callable[[], None]]:
+    """What may happen next."""
+    steps: list[Callable[[], None]] = []
+    if machine.plan is None:
+        steps += [machine.plan_a_step] * 6
+    else:
+        steps += [lambda: machine.finish_the_step(0 if rng.random() < 0.03 else None)] * 6
+    if len(machine.scheduler.request_ids()) < 8:
+        steps += [
+            lambda: machine.add(
+                rng.randrange(1, 41),
+                rng.randrange(3),
+                rng.randrange(1, 4),
+                rng.randrange(1, 13),
+                rng.random() < 0.4,
+            )
+        ] * 2
+    if machine.scheduler.can_reserve() and len(machine.reserved) < 3:
+        steps += [lambda: machine.reserve(rng.randrange(1, 41), rng.randrange(3))]
+    if machine.reserved:
+        fate = rng.choice(["arrives", "arrives", "is aborted"])
+        steps += [lambda: machine.end_reservation(rng.randrange(10), fate)]
+    if machine.openable():
+        steps += [lambda: machine.open_a_handoff(rng.randrange(10))] * 2
+        steps += [lambda: machine.place_here(rng.randrange(10))]
+    if machine.open:
+        steps += [lambda: machine.close_a_handoff(rng.randrange(10), rng.random() < 0.6)]
+    if machine.names and rng.random() < 0.3:
+        steps += [lambda: machine.cancel(rng.randrange(100), rng.choice([None, 0, 1, 2]))]
+        if rng.random() < 0.2:
+            steps += [lambda: machine.fail(rng.randrange(100))]
+    return steps
+
+
+def test_random_walks_of_the_scheduler_end_without_a_leak() -> None:
+    rng = random.Random(11)
+    for _ in range(NUM_WALKS):
+        machine = SchedulerMachine()
+        machine.start(
+            rng.randrange(2, 11),
+            rng.choice([4, 8]),
+            rng.randrange(8, 25),
+            rng.randrange(1, 7),
+            rng.randrange(10),
+        )
+        for _ in range(rng.randrange(10, 80)):
+            rng.choice(steps_of(machine, rng))()
+            machine.nothing_is_violated()
+        machine.teardown()
