@@ -237,13 +237,13 @@ class InboundHandoffs:
         refusal = self._why_refuse()
         acquired = None
         if refusal is None:
+            wanted = len(prompt) + min(message.params.max_tokens, self._setup.growth_tokens)
             acquired = self._blocks.acquire(
                 message.transfer_id,
                 prompt,
                 hold=Hold.TRANSFER,
                 max_cached_tokens=len(prompt),
-                capacity_tokens=len(prompt)
-                + min(message.params.max_tokens, self._setup.growth_tokens),
+                capacity_tokens=wanted if self._blocks.can_ever_hold(wanted) else len(prompt),
             )
             refusal = (ErrorCode.NO_ROOM, f"no {len(prompt)} tokens of KV memory are free")
         if acquired is None:

@@ -291,10 +291,13 @@ class HybridWorker:
 
     def _finish_handoff(self, request_id: RequestId, route: _Route) -> None:
         computed = route.computed
+        request = self._scheduler.find(request_id)
         assert computed is not None, "called when the prompt is computed"
-        finished = PrefillFinished(
-            computed.first_tokens, computed.num_cached_tokens, route.computed_at
-        )
+        assert request is not None, "a handoff that is open keeps its request"
+        # A choice may have been cancelled while the request waited for a decode side.
+        live = {s.choice for s in request.sequences if s.finish_reason is None}
+        first_tokens = tuple(first for first in computed.first_tokens if first.choice in live)
+        finished = PrefillFinished(first_tokens, computed.num_cached_tokens, route.computed_at)
         self._outbound.finish(request_id, finished)
 
     def on_handoff_ended(
@@ -347,6 +350,8 @@ class HybridWorker:
         """Decode a request whose KV arrived and is right."""
         request_id = taken.new.request_id
         if not taken.first_tokens:
+            # Every choice was cancelled on its way; the request is ours all the same.
+            self._control.send(DecodeStarted(request_id=request_id), request_id)
             self._blocks.release(taken.owner)
             self.on_dropped(request_id)
             return

@@ -1,0 +1,270 @@
+"""A ``HybridWorker`` with a ``FakeEngine`` over real sockets, in this process."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.config.host import host_id
+from common.engine.fake_engine import FakeEngine
+from common.engine.interface import StepRow
+from common.ids import WorkerId, new_epoch
+from common.kv.blocks import BlockManager
+from common.kv.layout import KVLayout
+from common.kv.pool import KVPool
+from common.messages.codec import Codec
+from common.messages.control import ControllerToWorker, WorkerHello, WorkerToController
+from common.messages.fields import PeerInfo, PoolHandle, Role, TcpPoolHandle
+from common.messages.handoff import DecodeToPrefill, PrefillToDecode
+from common.messages.tokens import WorkerToGateway
+from common.scheduler.local import LocalScheduler, SchedulerLimits
+from common.transfer.backend import LinkRate, PeerLink, TransferBackend, WriteReport
+from common.transfer.local import LocalBackend
+from common.transfer.shm import ShmBackend
+from common.transport.channels import CONTROL, HANDOFF, TOKENS
+from common.transport.sockets import Context, DealerLink, Identity, RouterHub
+from common.worker.control import ControlLink
+from common.worker.emitter import TokenEmitter
+from common.worker.inbound import InboundHandoffs
+from common.worker.outbound import OutboundHandoffs
+from common.worker.setup import HandoffSetup
+from common.worker.worker import HybridWorker
+from tests.support.board import Board, Gate
+
+VOCAB_SIZE = 30_000
+MODEL = "0123456789abcdef"
+LAYOUT = KVLayout(num_layers=2, block_size=8, num_kv_heads=1, head_dim=4, dtype="float32")
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What a worker finds around it."""
+
+    context: Context
+    board: Board
+    folder: Path
+    control_endpoint: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerOptions:
+    """How a worker is made. ``after_write`` is told the target blocks of every write."""
+
+    num_blocks: int = 64
+    lease_seconds: float = 5.0
+    max_num_batched_tokens: int = 32
+    growth_tokens: int = 16
+    after_write: Callable[[Sequence[int]], None] | None = None
+
+
+class RunningWorker:
+    """A ``HybridWorker`` with its channels. ``steps`` and ``writes`` are gates, open at first."""
+
+    def __init__(
+        self, surroundings: Surroundings, name: str, role: Role, options: WorkerOptions
+    ) -> None:
+        self.name = name
+        self.steps = Gate(surroundings.board)
+        self.writes = Gate(surroundings.board)
+        self.pool = KVPool(options.num_blocks, LAYOUT.block_bytes)
+        self.blocks = BlockManager(options.num_blocks, LAYOUT.block_size, 1, MODEL, None)
+        self.copier = ThreadPoolExecutor(1, f"{name} copy")
+        self._engine_thread = ThreadPoolExecutor(1, f"{name} engine")
+        self._around = surroundings
+        self._role = role
+        self._options = options
+        self._ended = asyncio.Event()
+        engine = FakeEngine(LAYOUT, self.pool.buffer, VOCAB_SIZE, self._pace)
+        limits = SchedulerLimits(
+            max_num_batched_tokens=options.max_num_batched_tokens,
+            max_num_seqs=16,
+            block_size=LAYOUT.block_size,
+            growth_tokens=options.growth_tokens,
+        )
+        self.hybrid = HybridWorker(
+            WorkerId(name),
+            engine,
+            self._engine_thread,
+            self.blocks,
+            LocalScheduler(self.blocks, limits),
+            LocalBackend(self.pool).open_peer(self.pool.handle()),
+            options.lease_seconds,
+        )
+
+    def _pace(self, rows: Sequence[StepRow]) -> None:
+        self.steps.pass_through()
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Serve as long as the block; its end is abrupt, as a death is."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                serving = tasks.create_task(self._serve())
+                try:
+                    yield
+                finally:
+                    self.steps.open()
+                    self.writes.open()
+                    self._ended.set()
+                    await serving
+        finally:
+            self._engine_thread.shutdown(wait=True)
+            self.copier.shutdown(wait=True)
+            self.pool.close()
+
+    async def _serve(self) -> None:
+        context = self._around.context
+        identity = Identity(self.name, new_epoch())
+        hub: RouterHub[DecodeToPrefill, PrefillToDecode] = RouterHub(
+            context,
+            HANDOFF,
+            f"ipc://{self._around.folder}/{self.name}",
+            identity,
+            Codec(DecodeToPrefill),
+            Codec(PrefillToDecode),
+        )
+        info = peer_info(self.name, self._role, identity, hub.endpoint)
+        hello = WorkerHello(
+            peer=info,
+            model_fingerprint=MODEL,
+            model_name="fake",
+            max_model_len=4096,
+            num_blocks=self.pool.num_blocks,
+            block_size=LAYOUT.block_size,
+            block_bytes=LAYOUT.block_bytes,
+        )
+        link: DealerLink[WorkerToController, ControllerToWorker] = DealerLink(
+            context,
+            CONTROL,
+            self._around.control_endpoint,
+            identity,
+            Codec(WorkerToController),
+            Codec(ControllerToWorker),
+        )
+        worker = self.hybrid
+        codec: Codec[WorkerToGateway] = Codec(WorkerToGateway)
+        emitter = TokenEmitter(
+            lambda endpoint: DealerLink(context, TOKENS, endpoint, identity, codec, codec)
+        )
+        async with asyncio.TaskGroup() as tasks:
+            setup = HandoffSetup(
+                tasks=tasks,
+                copier=self.copier,
+                pool=self.pool,
+                self_info=info,
+                model_fingerprint=MODEL,
+                lease_seconds=self._options.lease_seconds,
+                block_size=LAYOUT.block_size,
+                growth_tokens=self._options.growth_tokens,
+            )
+            control = ControlLink(link, hello, worker.heartbeat, worker.on_order)
+            inbound = InboundHandoffs(
+                setup,
+                hub,
+                self.blocks,
+                worker.why_refuse_reservation,
+                worker.on_taken_over,
+                worker.on_dropped,
+            )
+            outbound = OutboundHandoffs(
+                setup,
+                _MeddledBackend(ShmBackend(self.pool), self.writes, self._options.after_write),
+                lambda endpoint: handoff_link(context, endpoint, identity),
+                worker.on_handoff_ended,
+            )
+            worker.attach(control, emitter, inbound, outbound)
+            running = [
+                tasks.create_task(work)
+                for work in (
+                    control.receive(),
+                    control.beat(),
+                    inbound.serve(),
+                    worker.run_steps(),
+                    worker.tick(),
+                )
+            ]
+            await self._ended.wait()
+            link.close()
+            emitter.close(0.0)
+            outbound.close()
+            hub.close()
+            for task in running:
+                task.cancel()
+
+    async def idle(self) -> None:
+        """Wait until nothing runs and no block is held but for the cache; then check the books."""
+
+        def is_idle() -> bool:
+            counts = self.blocks.counts()
+            return not (self.hybrid.is_busy or counts.referenced or counts.in_transfer)
+
+        await self._around.board.wait_for(
+            f"{self.name} is idle: {self.blocks.counts()}, busy {self.hybrid.is_busy}", is_idle
+        )
+        self.blocks.validate()
+
+
+class _MeddledLink:
+    """A link whose writes pass a gate, and after which somebody may damage what was written."""
+
+    def __init__(
+        self, link: PeerLink, gate: Gate, after_write: Callable[[Sequence[int]], None] | None
+    ) -> None:
+        self._link = link
+        self._gate = gate
+        self._after_write = after_write
+
+    def write(self, pairs_src: Sequence[int], pairs_dst: Sequence[int]) -> WriteReport:
+        self._gate.pass_through()
+        report = self._link.write(pairs_src, pairs_dst)
+        if self._after_write is not None:
+            self._after_write(pairs_dst)
+        return report
+
+    def measure(self) -> LinkRate:
+        return self._link.measure()
+
+    def close(self) -> None:
+        self._link.close()
+
+
+class _MeddledBackend:
+    name = "shm"
+
+    def __init__(
+        self,
+        backend: TransferBackend,
+        gate: Gate,
+        after_write: Callable[[Sequence[int]], None] | None,
+    ) -> None:
+        self._backend = backend
+        self._gate = gate
+        self._after_write = after_write
+
+    def open_peer(self, handle: PoolHandle | TcpPoolHandle) -> PeerLink:
+        return _MeddledLink(self._backend.open_peer(handle), self._gate, self._after_write)
+
+
+def peer_info(name: str, role: Role, identity: Identity, endpoint: str) -> PeerInfo:
+    """Return what a worker of this process tells of itself."""
+    return PeerInfo(
+        worker_id=WorkerId(name),
+        epoch=identity.epoch,
+        role=role,
+        pid=1,
+        host=host_id(),
+        handoff_endpoint=endpoint,
+        layout_fingerprint=LAYOUT.fingerprint(),
+        transports=("shm",),
+    )
+
+
+def handoff_link(
+    context: Context, endpoint: str, identity: Identity
+) -> DealerLink[PrefillToDecode, DecodeToPrefill]:
+    """Connect to a decode side."""
+    return DealerLink(
+        context, HANDOFF, endpoint, identity, Codec(PrefillToDecode), Codec(DecodeToPrefill)
+    )
