@@ -21,6 +21,7 @@ from common.ids import GatewayId, new_epoch
 from common.messages.control import GatewayHello
 from common.models.config import ModelConfig
 from common.telemetry.logging import configure_logging
+from common.transport.addresses import controller_endpoint, load_keys
 from common.transport.sockets import new_context
 from services.gateway.app import build_app
 from services.gateway.backend import ServedModel
@@ -74,8 +75,9 @@ async def _serve(settings: Settings, gateway_id: GatewayId) -> None:
         eos_token_ids=config.eos_token_ids,
         created_seconds=int((config.folder / "config.json").stat().st_mtime),
     )
-    context = new_context()
-    tokens_endpoint = f"ipc://{settings.run_dir}/{gateway_id}.tokens"
+    keys = load_keys(settings)
+    context = new_context(keys)
+    tokens_endpoint = settings.socket_address(f"{gateway_id}.tokens")
     hello = GatewayHello(
         gateway_id=gateway_id,
         epoch=new_epoch(),
@@ -88,7 +90,7 @@ async def _serve(settings: Settings, gateway_id: GatewayId) -> None:
         context,
         gateway_id,
         model,
-        settings.control_endpoint,
+        controller_endpoint(settings, keys),
         tokens_endpoint,
         hello,
         settings.request_timeout_seconds,

@@ -3,6 +3,7 @@
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from time import monotonic
 
 import numpy as np
@@ -176,6 +177,8 @@ class ClusterBackend:
         self._tokens: RouterHub[WorkerToGateway, WorkerToGateway] = RouterHub(
             context, TOKENS, tokens_endpoint, self._identity, tokens, tokens
         )
+        # On TCP the port is known only now.
+        self._hello = replace(hello, tokens_endpoint=self._tokens.endpoint)
         self._submissions: dict[RequestId, ClusterSubmission] = {}
         self._state: ClusterState | None = None
         self._heard_at = monotonic()
@@ -323,14 +326,7 @@ class ClusterBackend:
         for request_id in list(self._submissions):
             self._failed(request_id, ErrorCode.INTERNAL, f"the gateway was fenced: {reason}")
         epoch = new_epoch()
-        self._hello = GatewayHello(
-            gateway_id=self._hello.gateway_id,
-            epoch=epoch,
-            pid=self._hello.pid,
-            tokens_endpoint=self._hello.tokens_endpoint,
-            model_fingerprint=self._hello.model_fingerprint,
-            url=self._hello.url,
-        )
+        self._hello = replace(self._hello, epoch=epoch)
         self._identity.epoch = epoch
         self._is_registered = False
         self._control.close()

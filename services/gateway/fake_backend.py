@@ -92,10 +92,8 @@ class FakeSubmission:
         self.num_played += len(burst)
         if position + len(burst) < len(tokens):
             return TokenDelta(choice, burst, None)
-        is_stopped = bool(burst) and burst[-1].token_id in (
-            *self.params.eos_token_ids,
-            *self.params.stop_token_ids,
-        )
+        eos = () if self.params.ignore_eos else self.params.eos_token_ids
+        is_stopped = bool(burst) and burst[-1].token_id in (*eos, *self.params.stop_token_ids)
         reason = FinishReason.STOP if is_stopped else FinishReason.LENGTH
         return TokenDelta(choice, burst, reason)
 
