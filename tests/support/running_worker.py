@@ -216,9 +216,11 @@ class _MeddledLink:
         self._gate = gate
         self._after_write = after_write
 
-    def write(self, pairs_src: Sequence[int], pairs_dst: Sequence[int]) -> WriteReport:
+    def write(
+        self, pairs_src: Sequence[int], pairs_dst: Sequence[int], token: bytes = b""
+    ) -> WriteReport:
         self._gate.pass_through()
-        report = self._link.write(pairs_src, pairs_dst)
+        report = self._link.write(pairs_src, pairs_dst, token)
         if self._after_write is not None:
             self._after_write(pairs_dst)
         return report
