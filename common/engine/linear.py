@@ -5,8 +5,9 @@ import functools
 import torch
 from torch.nn import functional
 
-TYPICAL_ROWS = 1
-"""Rows of the product that the layout is chosen for: decoding reads all weights for few rows."""
+TYPICAL_ROWS = 8
+"""Rows of the product that the layout is chosen for: a layout for 8 serves 1 and 1024 as well, and
+float32 products of a few rows take half the time that they take in a layout for 1."""
 
 
 class Linear:
