@@ -48,6 +48,11 @@ class Gate:
         self._num_permits: int | None = None
         self.num_arrived = 0
 
+    @property
+    def is_held(self) -> bool:
+        """Whether nobody is let through now."""
+        return self._num_permits == 0
+
     def hold(self, num_permits: int = 0) -> None:
         """From now on let only so many more calls through."""
         with self._change:

@@ -193,6 +193,11 @@ class RunningWorker:
             for task in running:
                 task.cancel()
 
+    @property
+    def is_copying(self) -> bool:
+        """Whether a write or a verification waits for the copy thread."""
+        return self.copier._work_queue.qsize() > 0
+
     async def idle(self) -> None:
         """Wait until nothing runs and no block is held but for the cache; then check the books."""
 

@@ -157,19 +157,25 @@ class ScriptedPrefill:
     ) -> TransferId:
         """Write blocks that hold nothing of use, and commit them with their checksums."""
         accepted = await self.pair()
-        transfer = await self.reserve(request, prompt, params)
+        await self.reserve(request, prompt, params)
         link = ShmBackend(self._pool).open_peer(accepted.pool)
         report = link.write([0] * len(self.reserved_ids), self.reserved_ids)
         link.close()
-        token = SampledToken(expected(prompt, params)[0])
+        return self.commit(request, prompt, params, [int(c) for c in report.checksums])
+
+    def commit(
+        self, request: str, prompt: Sequence[int], params: SamplingParams, checksums: Sequence[int]
+    ) -> TransferId:
+        """Commit a reservation with its right first token and these checksums."""
+        transfer = TransferId(f"tr-{request}")
         commit = Commit(
             transfer_id=transfer,
             num_tokens=len(prompt),
             num_cached_tokens=0,
-            first_tokens=(FirstToken(choice=0, token=token),),
+            first_tokens=(FirstToken(choice=0, token=SampledToken(expected(prompt, params)[0])),),
             prefill_done_at=0.0,
         )
-        self.say(commit, (pack_checksums([int(c) for c in report.checksums]),))
+        self.say(commit, (pack_checksums(checksums),))
         return transfer
 
     async def hears(self, kind: type[M]) -> M:
@@ -205,10 +211,10 @@ async def scripted_decode(harness: Harness, name: str = "decode") -> AsyncIterat
 
 @asynccontextmanager
 async def scripted_prefill(
-    harness: Harness, decode_endpoint: str, name: str = "prefill"
+    harness: Harness, decode: str, name: str = "prefill"
 ) -> AsyncIterator[ScriptedPrefill]:
-    """Play a prefill side as long as the block."""
-    prefill = ScriptedPrefill(harness, name, decode_endpoint)
+    """Play a prefill side of a running decode worker as long as the block."""
+    prefill = ScriptedPrefill(harness, name, f"ipc://{harness.folder}/{decode}")
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(prefill.play())
         try:

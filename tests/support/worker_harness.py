@@ -70,6 +70,7 @@ class Harness:
         self.streams: dict[RequestId, Stream] = {}
         self._stack = stack
         self._peers: dict[str, PeerInfo] = {}
+        self._registered: set[str] = set()
         self._tokens_endpoint = f"ipc://{folder}/g"
         self._control: RouterHub[ControllerToWorker, WorkerToController] = RouterHub(
             context,
@@ -104,10 +105,10 @@ class Harness:
                         peers=tuple(self._peers.values()),
                     )
                     self._peers[sender] = peer
+                    self._registered.add(sender)
                     self.order(sender, accepted)
-                    for other in self._peers:
-                        if other != sender:
-                            self.order(other, PeerJoined(peer=peer))
+                    for other in self._registered - {sender}:
+                        self.order(other, PeerJoined(peer=peer))
                 case Heartbeat():
                     self.heartbeats.setdefault(sender, []).append(received.message)
                 case _:
@@ -201,6 +202,10 @@ class Harness:
                 case StreamFailed(request_id=request_id):
                     self.streams[request_id].failure = received.message
             self.board.post()
+
+    def streams_of(self, request: str) -> Stream:
+        """Expect tokens of a request that a scripted peer places."""
+        return self.streams.setdefault(RequestId(request), Stream())
 
     async def answer(self, request: str, num_choices: int = 1) -> Stream:
         """Wait until every choice of a request has finished."""
