@@ -42,6 +42,7 @@ def _steps(story: Sequence[LogEntry]) -> list[str]:
 
 
 def _assert_in_order(story: Sequence[LogEntry], wanted: Sequence[str]) -> None:
+    """Check an order that causes give; what two processes log at once has none."""
     steps = _steps(story)
     place = 0
     for step in wanted:
@@ -73,10 +74,7 @@ async def test_the_story_of_a_request_that_finishes(split: Cluster, encode: Enco
         story,
         [*TO_DECODE, "decode-0 request_ended", "controller request_ended"],
     )
-    _assert_in_order(
-        story,
-        ["prefill-0 prefill_finished", "decode-0 handoff_accepted", "prefill-0 handoff_ended"],
-    )
+    _assert_in_order(story, ["prefill-0 prefill_finished", "prefill-0 handoff_ended"])
     _assert_in_order(story, ["decode-0 handoff_accepted", "gateway-0 request_finished"])
     placed = _entry(story, "controller request_placed")
     assert (placed.fact("prefill"), placed.fact("decode")) == ("prefill-0", "decode-0")
@@ -148,10 +146,7 @@ async def test_the_stories_of_a_killed_and_of_a_refused_request(fragile: Cluster
         killed,
         [*TO_DECODE, "controller request_failed", "controller request_ended"],
     )
-    _assert_in_order(
-        killed,
-        ["controller request_failed", "gateway-0 stream_failed", "gateway-0 request_failed"],
-    )
+    _assert_in_order(killed, ["gateway-0 stream_failed", "gateway-0 request_failed"])
     failed = _entry(killed, "controller request_failed")
     assert failed.fact("code") == "worker_died"
     assert "decode-0 died" in str(failed.fact("message"))
