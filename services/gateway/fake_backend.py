@@ -65,8 +65,7 @@ class FakeSubmission:
                 await behaviour.resume.wait()
                 if behaviour.failure is not None:
                     raise behaviour.failure
-            if behaviour.interval_seconds:
-                await asyncio.sleep(behaviour.interval_seconds)
+            await asyncio.sleep(behaviour.interval_seconds)  # 0 lets the others have their turn
             for choice in sorted(running - self.cancelled_choices):
                 yield self._delta(choice, position)
             position += behaviour.burst
