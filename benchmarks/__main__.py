@@ -5,7 +5,13 @@ import sys
 import time
 from collections.abc import Callable
 
-BENCHMARKS = ("copies_per_transfer", "handoff_copy", "engine", "handoff_latency")
+BENCHMARKS = (
+    "copies_per_transfer",
+    "handoff_copy",
+    "transfer_peers",
+    "engine",
+    "handoff_latency",
+)
 """Modules of this folder; each has ``main(argv) -> int``, which is 0 when its targets are met."""
 
 
