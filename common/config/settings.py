@@ -17,18 +17,9 @@ from common.config.sizes import parse_size
 
 ENVIRONMENT_PREFIX = "FLOWPATH_"
 DEBUG_ALLOC_VARIABLE = "FLOWKV_DEBUG_ALLOC"
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 DEFAULT_MODEL_NAME = "SmolLM2-135M-Instruct"
 environment = os.environ  # noqa: TID251 - the one place that reads it
-
-
-def _loopback(host: str) -> str:
-    if host not in ("127.0.0.1", "localhost", "::1"):
-        raise ValueError(
-            "is not a loopback address: this version serves one host, because channels between "
-            "hosts need control keys that it does not have yet; use 127.0.0.1, with a reverse "
-            "proxy in front for other hosts"
-        )
-    return host
 
 
 def _power_of_two(value: int) -> int:
@@ -74,8 +65,11 @@ class Settings(BaseSettings):
         protected_namespaces=(),
     )
 
-    host: Annotated[str, AfterValidator(_loopback)] = Field(
-        "127.0.0.1", description="Address that the gateway listens on; loopback in this version."
+    host: str = Field(
+        "127.0.0.1",
+        min_length=1,
+        description="Address that the gateway listens on; one that is not loopback needs "
+        "api_key_file or open_http.",
     )
     port: int = Field(
         8000, ge=0, le=65535, description="HTTP port of the gateway; 0 takes any free one."
@@ -128,6 +122,40 @@ class Settings(BaseSettings):
     )
     threads: int = Field(
         0, ge=0, le=4096, description="Compute threads of a worker; 0 shares the cores evenly."
+    )
+    api_key_file: Folder | None = Field(
+        default=None,
+        description="File of API keys, one a line, of which HTTP requests must bring one; readable "
+        "by its owner alone.",
+    )
+    open_http: bool = Field(
+        default=False,
+        description="Let everybody who reaches a host that is not loopback use the API without a "
+        "key.",
+    )
+    cluster_host: str = Field(
+        "",
+        max_length=256,
+        description="This host's address for workers and gateways on other hosts; empty keeps the "
+        "cluster on one host, over private socket files.",
+    )
+    control_port: int = Field(
+        7400, ge=0, le=65535, description="TCP port of the controller where cluster_host is set."
+    )
+    controller: str = Field(
+        "",
+        max_length=512,
+        description="Endpoint of a controller on another host, as `flowpath serve` prints it there "
+        "(tcp://address:port?key=...).",
+    )
+    keys: Folder | None = Field(
+        default=None,
+        description="Key folder of this host (`flowpath keygen`); needed as soon as processes talk "
+        "over TCP.",
+    )
+    transport: Literal["auto", "shm", "tcp"] = Field(
+        "auto",
+        description="How KV moves between workers; auto takes the best that both sides offer.",
     )
     run_dir: Annotated[Folder, AfterValidator(_short_enough)] = Field(
         default_factory=lambda data: default_run_dir(environment, data["port"]),
@@ -184,6 +212,21 @@ class Settings(BaseSettings):
                 f"max_num_batched_tokens {self.max_num_batched_tokens} is no multiple of "
                 f"block_size {self.block_size}"
             )
+        if self.host not in LOOPBACK and not (self.api_key_file or self.open_http):
+            raise ValueError(
+                f"setting host: {self.host} is reachable from other machines: set api_key_file to a file of "
+                "keys, or open_http to serve everybody"
+            )
+        if (self.cluster_host or self.controller) and self.keys is None:
+            raise ValueError(
+                "cluster_host and controller make processes talk over TCP, which needs keys: make "
+                "them with `flowpath keygen FOLDER` and set keys to the folder"
+            )
+        if self.controller and not self.cluster_host:
+            raise ValueError(
+                "controller is on another host, so this one needs cluster_host: the address at "
+                "which the others reach it"
+            )
         if self.death_seconds < 3 * self.heartbeat_seconds:
             raise ValueError(
                 f"death_seconds {self.death_seconds} is under three heartbeat_seconds "
@@ -223,15 +266,30 @@ class Settings(BaseSettings):
     @property
     def url(self) -> str:
         """Where the gateway answers."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"http://{host}:{self.port}"
+        return f"http://{bracketed(self.host)}:{self.port}"
 
     @property
-    def control_endpoint(self) -> str:
-        """The controller's socket for workers and gateways."""
+    def control_address(self) -> str:
+        """Where this host's controller binds the control channel."""
+        if self.cluster_host:
+            return f"tcp://{bracketed(self.cluster_host)}:{self.control_port}"
         return f"ipc://{self.run_dir}/controller.control"
+
+    def socket_address(self, name: str) -> str:
+        """Where a process of this host binds a channel that other processes connect to.
+
+        On TCP any free port is taken.
+        """
+        if self.cluster_host:
+            return f"tcp://{bracketed(self.cluster_host)}:0"
+        return f"ipc://{self.run_dir}/{name}"
 
     @property
     def admin_endpoint(self) -> str:
-        """The controller's socket for the operator."""
+        """The controller's socket for the operator; always a private file of its host."""
         return f"ipc://{self.run_dir}/controller.admin"
+
+
+def bracketed(host: str) -> str:
+    """Return a host as it stands in an address: IPv6 in brackets."""
+    return f"[{host}]" if ":" in host else host

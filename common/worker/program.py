@@ -35,6 +35,7 @@ from common.scheduler.local import LocalScheduler, SchedulerLimits
 from common.telemetry.logging import configure_logging
 from common.transfer.local import LocalBackend
 from common.transfer.shm import ShmBackend
+from common.transport.addresses import controller_endpoint, load_keys
 from common.transport.channels import CONTROL, HANDOFF, TOKENS
 from common.transport.sockets import Context, DealerLink, Identity, RouterHub, new_context
 from common.worker.control import ControlLink, WasFenced
@@ -142,7 +143,7 @@ class _Incarnation:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop.set)
-        context = new_context()
+        context = new_context(load_keys(self._settings))
         engine_thread = ThreadPoolExecutor(1, "engine")
         copier = ThreadPoolExecutor(1, "copy")
         is_fenced = False
@@ -214,7 +215,7 @@ class _Incarnation:
         link: DealerLink[WorkerToController, ControllerToWorker] = DealerLink(
             context,
             CONTROL,
-            settings.control_endpoint,
+            controller_endpoint(settings, context.keys),
             self._identity,
             Codec(WorkerToController),
             Codec(ControllerToWorker),
@@ -292,7 +293,7 @@ class _Incarnation:
         for stale in self._settings.run_dir.glob(f"{self._id}.*.handoff"):
             stale.unlink(missing_ok=True)
         name = f"{self._id}.{self._identity.epoch & 0xFFFFFFFF:08x}.handoff"
-        return f"ipc://{self._settings.run_dir}/{name}"
+        return self._settings.socket_address(name)
 
     def _connector(
         self, context: Context

@@ -17,6 +17,7 @@ from common.messages.control import (
     GatewayToController,
     WorkerToController,
 )
+from common.transport.addresses import load_keys
 from common.transport.channels import ADMIN, CONTROL
 from common.transport.sockets import Identity, RouterHub, new_context
 from services.controller.core import ControllerCore
@@ -49,12 +50,12 @@ class ControllerServer:
         self.core = ControllerCore(ControllerLimits.of(settings), host, time.monotonic())
         self._watch = ProcessWatch()
         self._stopped = asyncio.Event()
-        self._context = new_context()
+        self._context = new_context(load_keys(settings))
         identity = Identity("controller", new_epoch())
         self._control = RouterHub[ToPeer, FromPeer](
             self._context,
             CONTROL,
-            settings.control_endpoint,
+            settings.control_address,
             identity,
             Codec(ControllerToWorker | ControllerToGateway),
             Codec(WorkerToController | GatewayToController),

@@ -77,7 +77,7 @@ async def connected(
     link: DealerLink[object, object] = DealerLink(
         context,
         CONTROL,
-        settings.control_endpoint,
+        settings.control_address,
         Identity(name, epoch),
         Codec(outgoing),  # type: ignore[arg-type]  # a union
         Codec(incoming),  # type: ignore[arg-type]  # a union
