@@ -77,6 +77,7 @@ def _release(index: int, choice: _Choice) -> list[TokenDelta]:
             if delta.finish_reason is not None and at_end:
                 reason = delta.finish_reason
                 choice.is_finished = True
+                break
     if tokens or reason is not None:
         released.append(TokenDelta(index, tuple(tokens), reason))
     if choice.is_finished:
