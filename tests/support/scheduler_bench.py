@@ -184,6 +184,14 @@ class Bench:
         plan, effects = self.plan()
         return effects if plan is None else [*effects, *self.finish(plan)]
 
+    def step_until(self, is_reached: Callable[[list[Effect]], bool]) -> list[Effect]:
+        """Step until a step's effects satisfy; LookupError when 200 steps do not."""
+        for _ in range(200):
+            effects = self.step()
+            if is_reached(effects):
+                return effects
+        raise LookupError("200 steps did not get there")
+
     def run(self, max_steps: int = 500) -> int:
         """Step until there is nothing to do; return the number of steps."""
         for number in range(max_steps):

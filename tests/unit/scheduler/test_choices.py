@@ -4,12 +4,23 @@ from common.ids import RequestId
 from common.kv.blocks import Hold
 from common.messages.handoff import FirstToken
 from common.sampling import FinishReason, SampledToken
-from common.scheduler.effects import CopyBlocks, DecodeBegan, EmitTokens, Preempted, RequestEnded
+from common.scheduler.effects import (
+    CopyBlocks,
+    DecodeBegan,
+    Effect,
+    EmitTokens,
+    Preempted,
+    RequestEnded,
+)
 from tests.support.scheduler_bench import EOS, FIRST, Bench, new_request
 
 
 def prompt(length: int, first: int = 0) -> list[int]:
     return list(range(first, first + length))
+
+
+def has_preempted(effects: list[Effect]) -> bool:
+    return any(isinstance(effect, Preempted) for effect in effects)
 
 
 def firsts(*choices: int) -> tuple[FirstToken, ...]:
@@ -194,13 +205,9 @@ def test_a_preempted_decode_waits_at_the_head_before_newer_requests() -> None:
     bench = Bench(num_blocks=6, budget=32)
     for name, first in (("old", 0), ("new", 50)):
         bench.add(new_request(name, prompt(10, first), max_tokens=8))
-    while not any(isinstance(effect, Preempted) for effect in bench.step()):
-        assert bench.violations == []
+    bench.step_until(has_preempted)
     bench.add(new_request("late", prompt(2, 90), max_tokens=1))
-    while "late" not in bench.reports:
-        assert ("late", 0) not in bench.streams
-        assert bench.violations == []
-        bench.step()
+    bench.step_until(lambda _: "late" in bench.reports)
     assert bench.blocks.is_held("new/0"), "it came back no later than the newer request came in"
     bench.run()
     assert len(bench.tokens("new")) == 8
@@ -213,8 +220,7 @@ def test_a_worker_with_preempted_sequences_takes_no_reservations() -> None:
     assert bench.scheduler.can_reserve() is False
     bench.step()
     assert bench.scheduler.can_reserve()
-    while not any(isinstance(effect, Preempted) for effect in bench.step()):
-        assert bench.violations == []
+    bench.step_until(has_preempted)
     assert not bench.scheduler.can_reserve()
 
 
@@ -223,11 +229,7 @@ def test_a_lone_decode_that_cannot_grow_waits_for_a_transfers_blocks() -> None:
     bench.add(new_request("a", prompt(7), max_tokens=4))
     bench.step()
     held(bench, "tr-1", prompt(8, 50))
-    bench.step()
-    bench.step()
-    assert any(
-        isinstance(effect, Preempted) for effect in bench.step()
-    ) or not bench.blocks.is_held("a/0")
+    bench.step_until(has_preempted)
     assert bench.plan() == (None, [])
     bench.blocks.release("tr-1")
     bench.run()

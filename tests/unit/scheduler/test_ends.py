@@ -11,6 +11,7 @@ from common.scheduler.effects import (
     DecodeBegan,
     Effect,
     EmitTokens,
+    Preempted,
     PrefillStarted,
     PromptComputed,
     PromptProgressed,
@@ -114,9 +115,7 @@ def test_a_preempted_request_is_cancelled_in_the_queue() -> None:
     bench = Bench(num_blocks=6, budget=32)
     bench.add(new_request("old", prompt(10), max_tokens=8))
     bench.add(new_request("a", prompt(10, 50), max_tokens=8))
-    while bench.scheduler.can_reserve() is False or len(bench.tokens("a")) < 3:
-        bench.step()
-    bench.step()
+    bench.step_until(lambda effects: any(isinstance(effect, Preempted) for effect in effects))
     assert not bench.blocks.is_held("a/0")
     assert bench.cancel("a") == [CANCELLED]
     bench.run()
