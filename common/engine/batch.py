@@ -9,26 +9,17 @@ import torch
 
 from common.engine.interface import StepRow
 
-MAX_PAGED_TOKENS = 4
-"""Rows of at most this many tokens attend through the paged kernel, longer ones by gathering."""
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """A row that attends by gathering: tokens ``first .. last - 1`` of the flat batch."""
-
-    first: int
-    last: int
-    start: int
-    block_table: torch.Tensor
+MAX_SINGLE_TOKENS = 4
+"""Rows of at most this many tokens are computed token by token, longer ones as a chunk."""
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Flat tokens of a step; those of paged rows go first.
+    """Flat tokens of a step: single tokens first, then chunks.
 
-    ``slots`` are ``block * block_size + offset``. ``tables`` has a row of block numbers for each
-    of the ``num_paged`` first tokens, padded with 0. ``sampled_tokens`` are the flat indices of
+    ``slots`` are ``block * block_size + offset``. ``chunks`` is (n, 3): first and last flat token
+    (exclusive) and start position of each chunk. ``tables`` has a row of block numbers for each
+    single token, then for each chunk, padded with 0. ``sampled_tokens`` are the flat indices of
     the tokens whose logits are wanted, and ``sampled_rows`` the step's rows that they belong to.
     """
 
@@ -36,7 +27,7 @@ class Batch:
     positions: npt.NDArray[np.int32]
     slots: npt.NDArray[np.int64]
     tables: npt.NDArray[np.int32]
-    chunks: tuple[Chunk, ...]
+    chunks: npt.NDArray[np.int32]
     sampled_tokens: torch.Tensor
     sampled_rows: tuple[int, ...]
 
@@ -45,24 +36,19 @@ class Batch:
         """Tokens of the whole step."""
         return len(self.positions)
 
-    @property
-    def num_paged(self) -> int:
-        """Tokens that attend through the paged kernel; they are the first."""
-        return len(self.tables)
-
 
 def flatten(rows: Sequence[StepRow], block_size: int, vocab_size: int) -> Batch:
-    """Lay all rows' tokens end to end, paged rows first.
+    """Lay all rows' tokens end to end, short rows first.
 
     ValueError names the row that is empty, has a token id outside of the vocabulary, or a block
     table that does not reach its last token.
     """
-    order = sorted(range(len(rows)), key=lambda i: len(rows[i].token_ids) > MAX_PAGED_TOKENS)
+    order = sorted(range(len(rows)), key=lambda i: len(rows[i].token_ids) > MAX_SINGLE_TOKENS)
     token_ids: list[int] = []
     positions: list[npt.NDArray[np.int32]] = []
     slots: list[npt.NDArray[np.int64]] = []
-    paged: list[Sequence[int]] = []
-    chunks: list[Chunk] = []
+    tables: list[npt.NDArray[np.int32]] = []
+    chunks: list[tuple[int, int, int]] = []
     sampled: list[tuple[int, int]] = []
     for index in order:
         row = rows[index]
@@ -72,23 +58,22 @@ def flatten(rows: Sequence[StepRow], block_size: int, vocab_size: int) -> Batch:
         first = len(token_ids)
         token_ids.extend(row.token_ids)
         at = np.arange(row.start, end, dtype=np.int32)
-        table = np.asarray(row.block_table, dtype=np.int64)
+        table = np.asarray(row.block_table[: -(-end // block_size)], dtype=np.int32)
         positions.append(at)
-        slots.append(table[at // block_size] * block_size + at % block_size)
-        if count <= MAX_PAGED_TOKENS:
-            paged.extend([row.block_table] * count)
+        slots.append(table[at // block_size].astype(np.int64) * block_size + at % block_size)
+        if count <= MAX_SINGLE_TOKENS:
+            tables.extend([table] * count)
         else:
-            num_blocks = -(-end // block_size)
-            blocks = torch.from_numpy(table[:num_blocks])
-            chunks.append(Chunk(first, first + count, row.start, blocks))
+            tables.append(table)
+            chunks.append((first, first + count, row.start))
         if row.samples:
             sampled.append((first + count - 1, index))
     return Batch(
         token_ids=torch.tensor(token_ids, dtype=torch.int64),
         positions=np.concatenate(positions),
         slots=np.concatenate(slots),
-        tables=_pad(paged),
-        chunks=tuple(chunks),
+        tables=_pad(tables),
+        chunks=np.array(chunks, dtype=np.int32).reshape(-1, 3),
         sampled_tokens=torch.tensor([token for token, _ in sampled], dtype=torch.int64),
         sampled_rows=tuple(index for _, index in sampled),
     )
@@ -106,9 +91,8 @@ def _check(row: StepRow, index: int, end: int, block_size: int, vocab_size: int)
         raise ValueError(f"row {index} has a token id outside of the vocabulary of {vocab_size}")
 
 
-def _pad(tables: Sequence[Sequence[int]]) -> npt.NDArray[np.int32]:
-    width = max((len(table) for table in tables), default=0)
-    padded = np.zeros((len(tables), width), dtype=np.int32)
+def _pad(tables: Sequence[npt.NDArray[np.int32]]) -> npt.NDArray[np.int32]:
+    padded = np.zeros((len(tables), max(len(table) for table in tables)), dtype=np.int32)
     for row, table in enumerate(tables):
         padded[row, : len(table)] = table
     return padded

@@ -50,8 +50,7 @@ class CpuEngine:
                 self.config.rope, self.config.head_dim, self.config.max_model_len
             )
             kernels = DecoderKernels(layout, pool_bytes, self.config.num_heads, tables, num_threads)
-            view = pool_view(pool_bytes, layout)
-            self._decoder = Decoder(self.config, weights, kernels, view)
+            self._decoder = Decoder(self.config, weights, kernels)
 
     def execute(self, rows: Sequence[StepRow]) -> list[tuple[SampledToken, ...]]:
         """Compute all rows in one pass and write their K and V into the pool.
@@ -78,25 +77,6 @@ class CpuEngine:
         if len(succeeded) < len(outcomes):
             raise RowsFailed(outcomes)
         return succeeded
-
-
-def pool_view(pool: torch.Tensor, layout: KVLayout) -> torch.Tensor:
-    """Return the pool's bytes as (blocks, layers, planes, block_size, kv_heads, head_dim).
-
-    A view: blocks are ``layout.block_bytes`` apart, their padding is not part of it.
-    """
-    elements = pool.view(TORCH_DTYPES[layout.dtype])
-    num_blocks = pool.numel() // layout.block_bytes
-    shape = (
-        num_blocks,
-        layout.num_layers,
-        layout.planes,
-        layout.block_size,
-        layout.num_kv_heads,
-        layout.head_dim,
-    )
-    blocks = elements.view(num_blocks, layout.block_bytes // layout.element_bytes)
-    return blocks[:, : layout.payload_bytes // layout.element_bytes].view(shape)
 
 
 def _outcome(tokens: Sequence[SampledToken | None]) -> RowOutcome:

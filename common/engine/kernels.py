@@ -1,6 +1,5 @@
 """The native kernels of a decoder layer, called with tensors."""
 
-import numpy as np
 import torch
 from flowpath_native import CpuKernels
 
@@ -39,14 +38,11 @@ class DecoderKernels:
             num_threads=num_threads,
         )
         self._scale = layout.head_dim**-0.5
+        self._q_size = num_heads * layout.head_dim
 
     def set_batch(self, batch: Batch) -> None:
         """Take the batch that the next calls work on; ValueError where an index is out of range."""
-        self._native.set_batch(
-            np.ascontiguousarray(batch.positions),
-            np.ascontiguousarray(batch.slots),
-            np.ascontiguousarray(batch.tables),
-        )
+        self._native.set_batch(batch.positions, batch.slots, batch.tables, batch.chunks)
 
     def rotate_store(
         self,
@@ -60,9 +56,14 @@ class DecoderKernels:
             layer, _address(qkv), _address(norms[0]), _address(norms[1]), epsilon
         )
 
-    def attend(self, layer: int, qkv: torch.Tensor, out: torch.Tensor, window: int | None) -> None:
-        """Write the attention of the batch's paged tokens into the first rows of ``out``."""
+    def attend(self, layer: int, qkv: torch.Tensor, window: int | None) -> torch.Tensor:
+        """Return causal attention of all tokens over the pool, (tokens, num_heads * head_dim).
+
+        ``window`` is how many positions a token sees, itself included.
+        """
+        out = qkv.new_empty((len(qkv), self._q_size))
         self._native.attend(layer, _address(qkv), _address(out), window or 0, self._scale)
+        return out
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
         """Return the RMSNorm of (rows, size)."""

@@ -72,6 +72,7 @@ const char* describe(BatchFault fault) {
         case BatchFault::lengths: return "positions, slots and tables differ in length";
         case BatchFault::position: return "a position lies outside of the rotary tables";
         case BatchFault::slot: return "a slot lies outside of the pool";
+        case BatchFault::chunk: return "chunks do not follow each other over all other tokens";
         case BatchFault::table: return "a block table is too short or names a block not in the pool";
     }
     return "the batch is invalid";
@@ -134,21 +135,28 @@ public:
     [[nodiscard]] const char* instruction_set() const { return kernels_->instruction_set(); }
 
     void set_batch(const Indices<std::int32_t, 1>& positions, const Indices<std::int64_t, 1>& slots,
-                   const Indices<std::int32_t, 2>& tables) {
+                   const Indices<std::int32_t, 2>& tables, const Indices<std::int32_t, 2>& chunks) {
+        if (chunks.shape(1) != 3) {
+            throw nb::value_error("chunks must be (n, 3): first token, last token, start");
+        }
         Batch batch;
         batch.positions.assign(positions.data(), positions.data() + positions.size());
         batch.slots.assign(slots.data(), slots.data() + slots.size());
         batch.tables.assign(tables.data(), tables.data() + tables.size());
-        batch.num_paged = static_cast<std::int64_t>(tables.shape(0));
+        for (std::size_t i = 0; i < chunks.shape(0); ++i) {
+            batch.chunks.push_back({chunks(i, 0), chunks(i, 1), chunks(i, 2)});
+        }
+        batch.num_paged = static_cast<std::int64_t>(tables.shape(0)) -
+                          static_cast<std::int64_t>(chunks.shape(0));
         batch.table_width = static_cast<std::int64_t>(tables.shape(1));
-        num_tokens_ = static_cast<std::int64_t>(positions.size());
-        paged_positions_ = 0;
         const BatchFault fault = kernels_->set_batch(std::move(batch));
         if (fault != BatchFault::none) {
             throw nb::value_error(describe(fault));
         }
-        for (std::size_t token = 0; token < tables.shape(0); ++token) {
-            paged_positions_ += positions.data()[token] + 1;
+        num_tokens_ = static_cast<std::int64_t>(positions.size());
+        num_positions_ = 0;
+        for (std::size_t token = 0; token < positions.size(); ++token) {
+            num_positions_ += positions(token) + 1;
         }
     }
 
@@ -165,7 +173,7 @@ public:
         check_layer(layer);
         const cpu::DecoderShape& shape = kernels_->shape();
         const LongCall call(
-            kernels_->is_long(paged_positions_ * shape.num_heads * shape.pool.head_dim));
+            kernels_->is_long(num_positions_ * shape.num_heads * shape.pool.head_dim));
         kernels_->attend(layer, at(qkv), at(out), window, scale);
     }
 
@@ -191,7 +199,7 @@ private:
     Table cosine_;
     Table sine_;
     std::int64_t num_tokens_ = 0;
-    std::int64_t paged_positions_ = 0;
+    std::int64_t num_positions_ = 0;
     std::optional<DecoderKernels> kernels_;
 };
 
@@ -209,7 +217,8 @@ void bind_cpu_kernels(nb::module_& m) {
              "head_dim"_a, "block_bytes"_a, "dtype"_a, "num_heads"_a, "cosine"_a, "sine"_a,
              "num_threads"_a = 1, "instruction_set"_a = "")
         .def_prop_ro("instruction_set", &BoundKernels::instruction_set)
-        .def("set_batch", &BoundKernels::set_batch, "positions"_a, "slots"_a, "tables"_a)
+        .def("set_batch", &BoundKernels::set_batch, "positions"_a, "slots"_a, "tables"_a,
+             "chunks"_a)
         .def("rotate_store", &BoundKernels::rotate_store, "layer"_a, "qkv"_a, "q_weight"_a,
              "k_weight"_a, "epsilon"_a)
         .def("attend", &BoundKernels::attend, "layer"_a, "qkv"_a, "out"_a, "window"_a, "scale"_a)

@@ -159,18 +159,20 @@ class CpuKernels:
         positions: NDArray[np.int32],
         slots: NDArray[np.int64],
         tables: NDArray[np.int32],
+        chunks: NDArray[np.int32],
     ) -> None:
         """Take the batch of the next calls; ValueError where an index is out of range.
 
-        ``slots`` are block * block_size + offset. The first ``len(tables)`` tokens are paged: each
-        has a row of block numbers that reaches its position.
+        ``slots`` are block * block_size + offset. ``chunks`` is (n, 3): first and last token
+        (exclusive) and start position; they cover the batch's end, and all tokens before are
+        single. ``tables`` has a row of block numbers for each single token, then each chunk.
         """
     def rotate_store(
         self, layer: int, qkv: int, q_weight: int, k_weight: int, epsilon: float
     ) -> None:
         """RMS-normalise (where weights are given) and rotate q and k in place; store k and v."""
     def attend(self, layer: int, qkv: int, out: int, window: int, scale: float) -> None:
-        """Attention of the paged tokens into ``out``, (paged tokens, num_heads, head_dim).
+        """Write all tokens' attention over the pool to ``out``, (tokens, num_heads, head_dim).
 
         ``window`` is how many positions a token sees, itself included; 0 is all.
         """

@@ -7,8 +7,9 @@ import numpy as np
 import torch
 
 from common.engine.cpu_engine import CpuEngine
-from common.engine.dtype import load_model_layout
+from common.engine.dtype import TORCH_DTYPES, load_model_layout
 from common.engine.interface import SampleSpec, StepRow
+from common.kv.layout import KVLayout
 from common.models.config import ModelConfig
 from common.sampling import SampledToken, SamplingParams
 
@@ -43,6 +44,25 @@ class PooledEngine:
 
     def execute(self, *rows: StepRow) -> list[tuple[SampledToken, ...]]:
         return self.engine.execute(rows)
+
+
+def pool_view(pool: torch.Tensor, layout: KVLayout) -> torch.Tensor:
+    """Return the pool's bytes as (blocks, layers, planes, block_size, kv_heads, head_dim).
+
+    A view: blocks are ``layout.block_bytes`` apart, their padding is not part of it.
+    """
+    elements = pool.view(TORCH_DTYPES[layout.dtype])
+    num_blocks = pool.numel() // layout.block_bytes
+    shape = (
+        num_blocks,
+        layout.num_layers,
+        layout.planes,
+        layout.block_size,
+        layout.num_kv_heads,
+        layout.head_dim,
+    )
+    blocks = elements.view(num_blocks, layout.block_bytes // layout.element_bytes)
+    return blocks[:, : layout.payload_bytes // layout.element_bytes].view(shape)
 
 
 def row(

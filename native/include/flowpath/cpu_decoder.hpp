@@ -17,17 +17,25 @@ struct DecoderShape {
     Element element;
 };
 
-// One step's tokens: those of all rows, flattened. The first num_paged tokens attend through the
-// pool and have a row of block numbers each; the others only store their K and V.
+// A row of several tokens: first_token .. last_token - 1 of the batch, from position start.
+struct Chunk {
+    std::int32_t first_token;
+    std::int32_t last_token;
+    std::int32_t start;
+};
+
+// One step's tokens: those of all rows, flattened. The first num_paged tokens are single; all
+// others belong to chunks. Each single token and then each chunk has a row of block numbers.
 struct Batch {
     std::vector<std::int32_t> positions;
     std::vector<std::int64_t> slots;
     std::vector<std::int32_t> tables;
+    std::vector<Chunk> chunks;
     std::int64_t num_paged = 0;
     std::int64_t table_width = 0;
 };
 
-enum class BatchFault : std::uint8_t { none, lengths, position, slot, table };
+enum class BatchFault : std::uint8_t { none, lengths, position, slot, table, chunk };
 
 class DecoderKernels {
 public:
@@ -48,8 +56,8 @@ public:
     void rotate_store(std::int32_t layer, void* qkv, const void* q_weight, const void* k_weight,
                       float epsilon) const;
 
-    // Attention of the first num_paged tokens of qkv into out, (num_paged, num_heads, head_dim).
-    // window is the number of positions a token sees, itself included; 0 means all.
+    // Attention of all tokens of qkv into out, (tokens, num_heads, head_dim). window is the number of
+    // positions a token sees, itself included; 0 means all.
     void attend(std::int32_t layer, const void* qkv, void* out, std::int32_t window, float scale);
 
     void rms_norm(const NormArgs& args, std::int64_t rows) const;
@@ -71,6 +79,18 @@ private:
         std::int64_t num_parts;  // of its token, at the token's first part; 0 at the others
     };
 
+    struct Tile {
+        std::int64_t chunk;
+        std::int32_t first_token;  // of the chunk
+        std::int32_t last_token;
+    };
+
+    void list_tiles();
+    void attend_singles(std::int32_t layer, const void* qkv, void* out, std::int32_t window,
+                        float scale);
+    void attend_chunks(std::int32_t layer, const void* qkv, void* out, std::int32_t window,
+                       float scale);
+
     template <typename Run>
     void split_rows(std::int64_t rows, std::int64_t row_elements, const Run& run) const;
     void list_parts(std::int32_t window);
@@ -83,8 +103,10 @@ private:
     Batch batch_;
     std::vector<Part> parts_;
     std::int32_t parts_window_ = -1;
+    std::vector<Tile> tiles_;  // of the batch's chunks, the longest first
     std::vector<float> results_;
-    std::vector<float> scratch_;
+    std::vector<float> scratch_;  // scratch_floats_ of them for each thread
+    std::size_t scratch_floats_ = 0;
 };
 
 }  // namespace flowpath::cpu

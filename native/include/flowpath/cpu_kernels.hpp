@@ -86,6 +86,41 @@ struct AttendArgs {
            (static_cast<std::size_t>(head_dim) + static_cast<std::size_t>(part_positions));
 }
 
+// Keys of one tile of chunk attention. Tiles start at multiples of it, so that a token's result does
+// not depend on how its prompt was cut into chunks.
+inline constexpr std::int32_t tile_keys = 64;
+
+// Queries of one tile: as many tokens as make about 192 rows, all heads of a KV head together.
+[[nodiscard]] constexpr std::int32_t tile_tokens(std::int32_t group) noexcept {
+    return group >= 24 ? 8 : 192 / group;
+}
+
+struct ChunkArgs {
+    PoolView pool;
+    std::int32_t layer;
+    std::int32_t num_heads;
+    const void* qkv;          // of the chunk: (tokens, num_heads + 2 * num_kv_heads, head_dim)
+    void* out;                // of the chunk: (tokens, num_heads, head_dim)
+    const std::int32_t* table;
+    std::int32_t start;       // position of the chunk's first token
+    std::int32_t first_token;  // the tile: tokens first_token .. last_token - 1 of the chunk
+    std::int32_t last_token;
+    std::int32_t kv_head;
+    std::int32_t window;      // positions that a token sees, itself included; 0 is all
+    float scale;
+};
+
+// Floats of scratch that attend_tile needs: queries, sums, scores, maxima, totals (rows padded to
+// whole register blocks), and one tile of keys and values.
+[[nodiscard]] constexpr std::size_t chunk_scratch_floats(std::int32_t group,
+                                                         std::int32_t head_dim) noexcept {
+    const auto rows = static_cast<std::size_t>(tile_tokens(group)) *
+                          static_cast<std::size_t>(group) + 6;
+    const auto dim = static_cast<std::size_t>(head_dim);
+    const auto keys = static_cast<std::size_t>(tile_keys);
+    return rows * (2 * dim + keys + 2) + 2 * keys * dim;
+}
+
 // One instruction set's kernels for one element type.
 struct Kernels {
     const char* name;
@@ -99,6 +134,8 @@ struct Kernels {
     // Joins num_parts parts that lie behind each other into (num_heads, head_dim) elements at out.
     void (*join_parts)(const float* parts, std::int64_t num_parts, std::int32_t num_heads,
                        std::int32_t head_dim, void* out);
+    // Attention of one tile of a chunk for one KV head's queries.
+    void (*attend_tile)(const ChunkArgs& args, float* scratch);
 };
 
 enum class InstructionSet : std::uint8_t { portable, avx2, avx512 };
