@@ -25,7 +25,6 @@ from common.ids import RequestId
 from common.kv.blocks import BlockManager, Hold
 from common.messages.fields import WorkerLoad
 from common.messages.handoff import AbortReason, FirstToken
-from common.messages.tokens import TokenDelta
 from common.sampling import FinishReason, SampledToken
 from common.scheduler.effects import (
     CopyBlocks,
@@ -407,7 +406,7 @@ class LocalScheduler:
         for sequence, token in zip(request.sequences, tokens, strict=True):
             sequence.outputs.append(token.token_id)
             sequence.unsent.append(token)
-            sequence.finish_reason = self._finish_reason(sequence)
+            sequence.finish_reason = sequence.find_finish_reason()
             effects.append(self._emit(sequence))
         going_on = [s for s in request.sequences if s.finish_reason is None]
         if not going_on:
@@ -453,22 +452,10 @@ class LocalScheduler:
     def _draw(self, sequence: Sequence, token: SampledToken) -> list[Effect]:
         sequence.outputs.append(token.token_id)
         sequence.unsent.append(token)
-        reason = self._finish_reason(sequence)
+        reason = sequence.find_finish_reason()
         if reason is None:
             return [self._emit(sequence)]
         return self._finish_sequence(sequence, reason)
-
-    def _finish_reason(self, sequence: Sequence) -> FinishReason | None:
-        params = sequence.request.new.params
-        last = sequence.outputs[-1]
-        if len(sequence.outputs) > params.min_tokens:
-            if last in params.stop_token_ids:
-                return FinishReason.STOP
-            if last in params.eos_token_ids and not params.ignore_eos:
-                return FinishReason.STOP
-        if len(sequence.outputs) >= params.max_tokens:
-            return FinishReason.LENGTH
-        return None
 
     def _finish_sequence(self, sequence: Sequence, reason: FinishReason) -> list[Effect]:
         self._drop(sequence, reason)
@@ -478,19 +465,7 @@ class LocalScheduler:
         return effects
 
     def _emit(self, sequence: Sequence) -> EmitTokens:
-        tokens = tuple(sequence.unsent)
-        sequence.unsent.clear()
-        request = sequence.request
-        index = len(sequence.outputs) - len(tokens)
-        delta = TokenDelta(
-            request_id=request.request_id,
-            choice=sequence.choice,
-            index=index,
-            tokens=tokens,
-            finish_reason=sequence.finish_reason,
-            num_cached_tokens=request.num_cached_tokens if index == 0 else None,
-        )
-        return EmitTokens(request.new.gateway_id, delta)
+        return EmitTokens(sequence.request.new.gateway_id, sequence.take_delta())
 
     # ---- letting go ----------------------------------------------------------------------------
 

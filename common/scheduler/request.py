@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from common.ids import GatewayId, RequestId
+from common.messages.tokens import TokenDelta
 from common.sampling import FinishReason, SampledToken, SamplingParams
 
 
@@ -66,6 +67,33 @@ class Sequence:
         if end > num_prompt:
             part += self.outputs[max(0, start - num_prompt) : end - num_prompt]
         return part
+
+    def find_finish_reason(self) -> FinishReason | None:
+        """Return why the choice ends with its last output, or None when it goes on."""
+        params = self.request.new.params
+        last = self.outputs[-1]
+        if len(self.outputs) > params.min_tokens:
+            if last in params.stop_token_ids:
+                return FinishReason.STOP
+            if last in params.eos_token_ids and not params.ignore_eos:
+                return FinishReason.STOP
+        if len(self.outputs) >= params.max_tokens:
+            return FinishReason.LENGTH
+        return None
+
+    def take_delta(self) -> TokenDelta:
+        """Return what the gateway has not been sent yet; it counts as sent from now on."""
+        tokens = tuple(self.unsent)
+        self.unsent.clear()
+        index = len(self.outputs) - len(tokens)
+        return TokenDelta(
+            request_id=self.request.request_id,
+            choice=self.choice,
+            index=index,
+            tokens=tokens,
+            finish_reason=self.finish_reason,
+            num_cached_tokens=self.request.num_cached_tokens if index == 0 else None,
+        )
 
 
 @dataclass(slots=True, eq=False)
