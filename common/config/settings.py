@@ -91,6 +91,9 @@ class Settings(BaseSettings):
     )
     prefill: int = Field(1, ge=1, le=256, description="Number of prefill workers.")
     decode: int = Field(1, ge=1, le=256, description="Number of decode workers.")
+    gateways: int = Field(
+        1, ge=1, le=64, description="Number of gateway processes; they share the HTTP port."
+    )
     combined: bool = Field(
         default=False,
         description="Run one worker that does prefill and decode, instead of separate ones.",
@@ -119,6 +122,25 @@ class Settings(BaseSettings):
         ge=1,
         description="Most requests that wait for their decode to start; one more is refused with "
         "429.",
+    )
+    max_open_requests: int = Field(
+        4096,
+        ge=1,
+        description="Most requests in work in one gateway; one more is refused with 429.",
+    )
+    stalled_client_seconds: float = Field(
+        60.0,
+        ge=0,
+        le=86400,
+        description="Time after which a client that takes nothing of its answer is cut off; 0 "
+        "waits for ever.",
+    )
+    metrics_port_base: int = Field(
+        0,
+        ge=0,
+        le=65000,
+        description="First of the loopback ports on which each process serves its own metrics: "
+        "controller, gateways, workers, in this order; 0 opens none.",
     )
     threads: int = Field(
         0, ge=0, le=4096, description="Compute threads of a worker; 0 shares the cores evenly."
@@ -214,8 +236,8 @@ class Settings(BaseSettings):
             )
         if self.host not in LOOPBACK and not (self.api_key_file or self.open_http):
             raise ValueError(
-                f"setting host: {self.host} is reachable from other machines: set api_key_file to a file of "
-                "keys, or open_http to serve everybody"
+                f"setting host: {self.host} is reachable from other machines: set api_key_file to "
+                "a file of keys, or open_http to serve everybody"
             )
         if (self.cluster_host or self.controller) and self.keys is None:
             raise ValueError(

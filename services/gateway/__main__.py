@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,14 +22,16 @@ from common.models.config import ModelConfig
 from common.telemetry.logging import configure_logging
 from common.transport.addresses import controller_endpoint, load_keys
 from common.transport.sockets import new_context
+from services.gateway.api_key_file import load_api_keys
 from services.gateway.app import build_app
 from services.gateway.backend import ServedModel
 from services.gateway.cluster import ClusterBackend
+from services.gateway.http_protocol import stall_aware_protocol
 from services.gateway.http_settings import HttpSettings
+from services.gateway.listener import BACKLOG, bind_listener
 
 log = structlog.get_logger()
 
-BACKLOG = 2048
 LAST_WORDS_SECONDS = 0.5
 
 
@@ -63,7 +64,9 @@ def serve(settings: Settings, gateway_id: str) -> int:
 async def _serve(settings: Settings, gateway_id: GatewayId) -> None:
     if not settings.model:
         raise ConfigError("FLOWPATH_MODEL names no model folder; `flowpath serve` prepares one")
-    listener = _bind(settings.host, settings.port)
+    key_file = settings.api_key_file
+    api_keys = load_api_keys(key_file) if key_file is not None else frozenset()
+    listener = bind_listener(settings.host, settings.port, is_shared=settings.gateways > 1)
     host, port = listener.getsockname()[:2]
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     config = ModelConfig.load(Path(settings.model))
@@ -95,11 +98,17 @@ async def _serve(settings: Settings, gateway_id: GatewayId) -> None:
         hello,
         settings.request_timeout_seconds,
     )
-    app = build_app(backend, HttpSettings(max_body_bytes=settings.max_body_bytes))
+    limits = HttpSettings(
+        max_body_bytes=settings.max_body_bytes,
+        max_open_requests=settings.max_open_requests,
+        api_keys=api_keys,
+    )
+    app = build_app(backend, limits)
     server = _Server(
         uvicorn.Config(
             app,
             loop="uvloop",
+            http=stall_aware_protocol(settings.stalled_client_seconds),
             lifespan="off",
             log_config=None,
             access_log=False,
@@ -127,17 +136,6 @@ async def _serve(settings: Settings, gateway_id: GatewayId) -> None:
 def _stop(server: uvicorn.Server) -> None:
     log.info("draining")
     server.should_exit = True
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, port), family=family, backlog=BACKLOG)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot listen on {host} port {port}: {error.strerror}; "
-            "stop what uses it, or set FLOWPATH_PORT"
-        ) from error
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """The gateway's side of the cluster: submits to the controller, takes tokens from workers."""
 
 import asyncio
-from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from time import monotonic
@@ -36,6 +35,7 @@ from common.transport.channels import CONTROL, TOKENS
 from common.transport.sockets import Context, DealerLink, Identity, RouterHub
 from services.gateway.backend import PromptDone, ServedModel, TokenDelta
 from services.gateway.ordering import StreamOrder
+from services.gateway.pending import PendingEvents
 
 log = structlog.get_logger()
 
@@ -45,8 +45,6 @@ SILENCE_SECONDS = 10.0
 """Controller and tokens both silent this long: nobody would tell us of a dead worker."""
 HELLO_RETRY_SECONDS = 0.5
 POLL_SECONDS = 1.0
-
-Event = PromptDone | TokenDelta | RequestError
 
 
 class ClusterSubmission:
@@ -58,7 +56,7 @@ class ClusterSubmission:
         self.request_id = request_id
         self._backend = backend
         self._order = StreamOrder(params.num_choices)
-        self._events: deque[Event] = deque()
+        self._pending = PendingEvents()
         self._arrived = asyncio.Event()
         self._placed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._is_closed = False
@@ -92,42 +90,36 @@ class ClusterSubmission:
     def take(self, delta: WireDelta) -> None:
         """Put a delta in order. Raises RemoteProtocolError when it cannot belong here."""
         self._heard_at = monotonic()
-        self._events.extend(self._order.add(delta))
+        self._pending.add(self._order.add(delta))
         self._arrived.set()
 
     def fail(self, error: RequestError) -> None:
         """End with an error, after what has come so far."""
         self.refuse(error)
         if not self._is_closed and not self._order.is_finished:
-            self._events.append(error)
+            self._pending.fail(error)
             self._arrived.set()
 
     async def events(self) -> AsyncIterator[PromptDone | TokenDelta]:
         """Yield what happens until every choice has finished; raises ``RequestError``."""
         while True:
-            while self._events:
-                event = self._events.popleft()
-                if isinstance(event, RequestError):
-                    raise event
+            while (event := self._pending.pop()) is not None:
                 yield event
             if self._order.is_finished:
                 return
             self._arrived.clear()
-            try:
-                async with asyncio.timeout(POLL_SECONDS):
-                    await self._arrived.wait()
-            except TimeoutError:
-                self._check_deadlines()
+            await self._arrived.wait()
 
-    def _check_deadlines(self) -> None:
-        now = monotonic()
+    def check_deadlines(self, now: float) -> None:
+        """Fail the request when its time is over, or when nobody would tell of its end."""
         if self._deadline is not None and now > self._deadline:
             message = f"not finished within {self._backend.request_timeout_seconds:g} s"
-            raise RequestError(ErrorCode.DEADLINE_EXCEEDED, message)
+            self.fail(RequestError(ErrorCode.DEADLINE_EXCEEDED, message))
+            return
         silent = self._backend.controller_silence_seconds
         if silent > SILENCE_SECONDS and now - self._heard_at > SILENCE_SECONDS:
             message = "neither the controller nor the request's worker has been heard from"
-            raise RequestError(ErrorCode.WORKER_DIED, message)
+            self.fail(RequestError(ErrorCode.WORKER_DIED, message))
 
     async def cancel_choice(self, choice: int) -> None:
         """End one choice, because a stop string matched. Idempotent."""
@@ -255,6 +247,7 @@ class ClusterBackend:
             tasks.create_task(self._receive_tokens(), name="tokens")
             tasks.create_task(self._beat(), name="heartbeat")
             tasks.create_task(self._receive_control(), name="control")
+            tasks.create_task(self._watch_deadlines(), name="deadlines")
 
     def close(self, linger_seconds: float) -> None:
         """Say goodbye and close the sockets."""
@@ -270,6 +263,13 @@ class ClusterBackend:
             else:
                 self._control.try_send(self._hello, "start")
             await asyncio.sleep(self._heartbeat_seconds)
+
+    async def _watch_deadlines(self) -> None:
+        while True:
+            await asyncio.sleep(POLL_SECONDS)
+            now = monotonic()
+            for submission in list(self._submissions.values()):
+                submission.check_deadlines(now)
 
     async def _receive_control(self) -> None:
         while True:

@@ -37,7 +37,10 @@ def plan_processes(settings: Settings) -> tuple[ProcessSpec, ...]:
     return (
         ProcessSpec("controller", "services.controller", Stage.CONTROLLER, "controller"),
         *workers,
-        ProcessSpec("gateway-0", "services.gateway", Stage.GATEWAY, "gateway"),
+        *(
+            ProcessSpec(f"gateway-{number}", "services.gateway", Stage.GATEWAY, "gateway")
+            for number in range(settings.gateways)
+        ),
     )
 
 

@@ -4,7 +4,8 @@ import asyncio
 import socket
 import stat
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from common.config.folders import lock_file
@@ -18,17 +19,36 @@ def claim_port(host: str, port: int) -> int:
 
     ConfigError when it is in use or may not be bound.
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise ConfigError(
-                f"port {port} on {host} cannot be used: {error.strerror}; stop what listens there, "
-                "or choose another with --port or FLOWPATH_PORT"
-            ) from error
+    with _bound(host, port) as probe:
         return int(probe.getsockname()[1])
+
+
+@contextmanager
+def shared_port(host: str, port: int) -> Iterator[None]:
+    """Hold a port for several gateways for as long as the block.
+
+    It is bound alone first, so that one which somebody else uses, shared or not, is refused with
+    ConfigError; from then on this user's gateways may listen on it beside each other, and nobody
+    may take it while one of them is started again.
+    """
+    with _bound(host, port) as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        yield
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    probe = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind((host, port))
+    except OSError as error:
+        probe.close()
+        raise ConfigError(
+            f"port {port} on {host} cannot be used: {error.strerror}; stop what listens there, "
+            "or choose another with --port or FLOWPATH_PORT"
+        ) from error
+    return probe
 
 
 def clean_run_dir(folder: Path) -> list[str]:

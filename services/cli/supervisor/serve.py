@@ -3,6 +3,7 @@
 import asyncio
 import shutil
 import signal
+from contextlib import ExitStack
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -14,7 +15,12 @@ from common.config.load import save_settings
 from common.config.settings import Settings
 from common.telemetry.logging import configure_logging
 from services.cli.supervisor.plan import plan_processes
-from services.cli.supervisor.prepare import claim_port, clean_run_dir, prepare_model
+from services.cli.supervisor.prepare import (
+    claim_port,
+    clean_run_dir,
+    prepare_model,
+    shared_port,
+)
 from services.cli.supervisor.supervisor import Supervisor
 from services.cli.terminal import out
 
@@ -33,8 +39,15 @@ def serve(settings: Settings, *, is_port_free: bool) -> int:
     Raises ConfigError, with nothing started, when something is wrong with the settings.
     ``is_port_free`` says that the port was claimed already.
     """
-    if not is_port_free:
-        claim_port(settings.host, settings.port)
+    with ExitStack() as port:
+        if settings.gateways > 1:
+            port.enter_context(shared_port(settings.host, settings.port))
+        elif not is_port_free:
+            claim_port(settings.host, settings.port)
+        return _serve_on_port(settings)
+
+
+def _serve_on_port(settings: Settings) -> int:
     was_there = settings.run_dir.exists()
     prepare_run_dir(settings.run_dir)
     with lock_file(settings.run_dir / "serve.lock", "another flowpath serve"):

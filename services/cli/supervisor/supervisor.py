@@ -38,6 +38,7 @@ class Supervisor:
     ) -> None:
         self._settings = settings
         self._specs = tuple(specs)
+        self._gateway_names = {spec.name for spec in self._specs if spec.stage is Stage.GATEWAY}
         self._settings_file = settings_file
         self._tell = tell
         self._children: dict[str, Child] = {}
@@ -96,7 +97,7 @@ class Supervisor:
     # ---- starting --------------------------------------------------------------------------
 
     async def _watch_start(self) -> None:
-        """Tell which process is up, until the gateway says that requests are served."""
+        """Tell which process is up, until every gateway is and requests are served."""
         started = monotonic()
         seen: set[str] = set()
         while not self._stop_asked.is_set():
@@ -106,7 +107,8 @@ class Supervisor:
                 self._tell(f"  {name} is up after {monotonic() - started:.1f} s")
             settings = self._settings
             health = await asyncio.to_thread(ask_health, settings.host, settings.port)
-            if health == 200 and not self._stop_asked.is_set():
+            is_whole = seen.issuperset(self._gateway_names)
+            if health == 200 and is_whole and not self._stop_asked.is_set():
                 self._is_ready = True
                 seconds = monotonic() - started
                 self._tell(f"ready after {seconds:.1f} s: {settings.url}/v1")

@@ -20,6 +20,7 @@ def test_every_worker_gets_a_process_between_controller_and_gateway() -> None:
         "gateway-0",
     ]
     assert names(Settings(prefill=2, combined=True)) == ["controller", "combined-0", "gateway-0"]
+    assert names(Settings(combined=True, gateways=3))[2:] == ["gateway-0", "gateway-1", "gateway-2"]
 
 
 def test_the_gateway_ends_first_and_the_controller_last() -> None:
