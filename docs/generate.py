@@ -100,6 +100,7 @@ PARTS = (
     fields.WorkerLoad,
     fields.PeerInfo,
     fields.PoolHandle,
+    fields.TcpPoolHandle,
     SamplingParams,
     SampledToken,
     handoff.FirstToken,

@@ -4,6 +4,7 @@
 blocks of a paired pool, never addresses.
 """
 
+from dataclasses import field
 from enum import StrEnum
 from typing import Annotated
 
@@ -18,10 +19,10 @@ from common.messages.fields import (
     Count,
     Endpoint,
     EpochNumber,
+    ExportedPool,
     Fingerprint,
     Name,
     PeerInfo,
-    PoolHandle,
     PromptLength,
     Seconds,
     Text,
@@ -58,7 +59,7 @@ class PairAccepted:
 
     epoch: EpochNumber
     transport: Name
-    pool: PoolHandle
+    pool: ExportedPool
     lease_seconds: Seconds
 
 
@@ -91,11 +92,15 @@ class Reserved:
     """Decode side → prefill side: write into these blocks while the lease is renewed.
 
     One raw frame: the block ids of the whole prompt in order, int32 little-endian. The first
-    ``num_cached_blocks`` hold this prefix already and must not be written.
+    ``num_cached_blocks`` hold this prefix already and must not be written. ``token`` opens the
+    others where the transport needs one, and travels on this channel alone.
     """
 
     transfer_id: TransferId
     num_cached_blocks: Count
+    token: Annotated[bytes, Field(strict=True, min_length=0, max_length=64)] = field(
+        default=b"", repr=False
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRUCT)

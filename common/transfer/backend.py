@@ -85,6 +85,11 @@ class TransferBackend(Protocol):
         """The transport's name."""
         ...
 
+    @property
+    def is_networked(self) -> bool:
+        """Whether its calls wait for the peer, so that each link needs a thread of its own."""
+        ...
+
     def open_peer(self, handle: PoolHandle | TcpPoolHandle) -> PeerLink:
         """Open the pool that a peer exported; TransferError says what to check."""
         ...

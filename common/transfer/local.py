@@ -70,6 +70,7 @@ class LocalBackend:
     """The worker as its own peer."""
 
     name = "local"
+    is_networked = False
 
     def __init__(self, pool: KVPool) -> None:
         self._pool = pool

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from common.messages.fields import PeerInfo
 
-PREFERENCE = ("local", "shm")
+PREFERENCE = ("local", "shm", "tcp")
 """Every transport, best first; each has its rule in ``_why_not``."""
 
 
@@ -35,7 +35,7 @@ def select_transport(
     """Choose the best transport that both sides report and that can join them.
 
     ``local`` joins a worker with itself (same host, process and epoch), ``shm`` two workers of one
-    host. A ``forced`` transport is honoured or refused, never replaced.
+    host, ``tcp`` any two. A ``forced`` transport is honoured or refused, never replaced.
     """
     names = PREFERENCE if forced is None else (forced,)
     objections: list[str] = []
@@ -63,7 +63,7 @@ def _why_not(name: str, own: PeerInfo, peer: PeerInfo) -> str | None:
     for side in (own, peer):
         if name not in side.transports:
             return f"{side.worker_id} does not offer it"
-    if own.host != peer.host:
+    if name != "tcp" and own.host != peer.host:
         return "the workers are on different hosts"
     if name == "local" and (own.pid, own.epoch) != (peer.pid, peer.epoch):
         return "the workers are different processes"

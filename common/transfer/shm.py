@@ -52,6 +52,7 @@ class ShmBackend:
     """Peers on the same host, in one pid namespace and of one user, with pools in host memory."""
 
     name = "shm"
+    is_networked = False
 
     def __init__(self, pool: KVPool) -> None:
         self._pool = pool

@@ -248,6 +248,7 @@ class TcpBackend:
     """
 
     name = "tcp"
+    is_networked = True
 
     def __init__(
         self, pool: KVPool, stall_seconds: float, *, num_streams: int | None = None

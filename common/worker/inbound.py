@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from time import monotonic
 
 import numpy as np
@@ -56,9 +57,11 @@ from common.messages.handoff import (
     ReserveRefused,
 )
 from common.scheduler.request import NewRequest
+from common.transfer.backend import PoolExport
 from common.transfer.selection import TransportRefused, select_transport
 from common.transfer.verify import verify_blocks
 from common.transport.sockets import RouterHub
+from common.worker.fences import WriteFences
 from common.worker.payload import pack_ids, unpack_checksums, unpack_ids
 from common.worker.setup import HandoffSetup
 
@@ -77,7 +80,14 @@ class _Transfer:
     machine: HandoffReceiver
     block_ids: tuple[int, ...]
     num_cached_blocks: int
+    export: PoolExport
+    token: bytes = b""
     cancelled_choices: set[int] = field(default_factory=set)
+
+    @property
+    def written_ids(self) -> tuple[int, ...]:
+        """The blocks that the peer writes."""
+        return self.block_ids[self.num_cached_blocks :]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +120,8 @@ class InboundHandoffs:
         self._on_taken_over = on_taken_over
         self._on_dropped = on_dropped
         self._paired: dict[str, Epoch] = {}
+        self._exports: dict[str, PoolExport] = {}
+        self._fences = WriteFences(setup.tasks, blocks.release)
         self._transfers: dict[TransferId, _Transfer] = {}
 
     async def serve(self) -> None:
@@ -141,7 +153,7 @@ class InboundHandoffs:
     def peer_left(self, worker_id: WorkerId, epoch: Epoch, reason: str) -> None:
         """End every handoff with a dead or departed incarnation."""
         if self._paired.get(worker_id) == epoch:
-            del self._paired[worker_id]
+            del self._paired[worker_id], self._exports[worker_id]
         for transfer in [t for t in self._transfers.values() if t.peer == (worker_id, epoch)]:
             self._handle(transfer, PeerLost(f"prefill worker {worker_id} {reason}"))
 
@@ -197,8 +209,9 @@ class InboundHandoffs:
             self._hub.try_send(peer, refused, message.request_id)
 
     def _pair(self, peer: Peer, request: PairRequest) -> None:
-        refused = self._why_not_pair(request)
-        if refused is not None:
+        chosen = self._choose_export(request)
+        if isinstance(chosen, PairRefused):
+            refused = chosen
             log.error("pairing_refused", peer=peer[0], field=refused.field, actual=refused.actual)
             self._hub.try_send(peer, refused, "pairing")
             return
@@ -206,15 +219,16 @@ class InboundHandoffs:
         if before is not None and before != peer[1]:
             self.peer_left(WorkerId(peer[0]), before, "was replaced by a new incarnation")
         self._paired[peer[0]] = peer[1]
+        self._exports[peer[0]] = chosen
         accepted = PairAccepted(
             epoch=self._setup.self_info.epoch,
-            transport="shm",
-            pool=self._setup.pool.handle(),
+            transport=chosen.name,
+            pool=chosen.handle(),
             lease_seconds=self._setup.lease_seconds,
         )
         self._hub.try_send(peer, accepted, "pairing")
 
-    def _why_not_pair(self, request: PairRequest) -> PairRefused | None:
+    def _choose_export(self, request: PairRequest) -> PoolExport | PairRefused:
         mine: PeerInfo = self._setup.self_info
         for name, expected, actual in (
             ("model_fingerprint", self._setup.model_fingerprint, request.model_fingerprint),
@@ -225,7 +239,7 @@ class InboundHandoffs:
         choice = select_transport(mine, request.peer)
         if isinstance(choice, TransportRefused):
             return PairRefused(field=choice.field, expected=choice.expected, actual=choice.actual)
-        return None
+        return self._setup.exports[choice.name]
 
     def _reserve(self, peer: Peer, message: Reserve, payload: tuple[bytes, ...]) -> None:
         held = self._transfers.get(message.transfer_id)
@@ -233,6 +247,8 @@ class InboundHandoffs:
             if held.peer == peer:
                 self._handle(held, ReserveRepeated())
             return
+        if self._fences.is_freeing(message.transfer_id):
+            return  # a late repeat
         prompt = unpack_ids(payload, message.num_prompt_tokens, MAX_TOKEN_ID)
         refusal = self._why_refuse()
         acquired = None
@@ -267,8 +283,10 @@ class InboundHandoffs:
             HandoffReceiver(monotonic() + self._setup.lease_seconds),
             acquired.block_ids[: -(-len(prompt) // self._setup.block_size)],
             acquired.num_cached_tokens // self._setup.block_size,
+            self._exports[peer[0]],
         )
         self._transfers[transfer.transfer_id] = transfer
+        self._grant(transfer)
         log.info(
             "reserved",
             request_id=message.request_id,
@@ -345,22 +363,26 @@ class InboundHandoffs:
                         block_index=block_index,
                         message="its checksum is not the one that was committed",
                     )
+                    self._grant(transfer)
                     self._send(transfer, refused)
                 case SendAbort(reason):
                     self._send(transfer, Abort(transfer_id=transfer_id, reason=reason))
+                    self._fences.start(
+                        transfer.export, transfer_id, partial(self._end_drain, transfer)
+                    )
                 case StartDecode(commit):
                     self._take_over(transfer, commit)
                 case FreeBlocks():
-                    self._blocks.release(transfer_id)
+                    self._fences.free(transfer.export, transfer_id)
                 case Ended(outcome):
                     self._ended(transfer, type(outcome).__name__, str(outcome))
 
     async def _verify(self, transfer: _Transfer, checksums: tuple[int, ...]) -> None:
         loop = asyncio.get_running_loop()
-        written = transfer.block_ids[transfer.num_cached_blocks :]
         expected = np.array(checksums, dtype=np.uint64)
+        await self._fences.fence(transfer.export, transfer.transfer_id)
         wrong = await loop.run_in_executor(
-            self._setup.copier, verify_blocks, self._setup.pool, written, expected
+            self._setup.copier, verify_blocks, self._setup.pool, transfer.written_ids, expected
         )
         if wrong is None:
             self._handle(transfer, Verified())
@@ -373,6 +395,17 @@ class InboundHandoffs:
             block_index=place,
         )
         self._handle(transfer, VerifyFailed(place))
+
+    def _grant(self, transfer: _Transfer) -> None:
+        """Let the peer write, the first time or once more."""
+        transfer.token = transfer.export.grant(
+            transfer.transfer_id, transfer.written_ids, transfer.token or None
+        )
+
+    def _end_drain(self, transfer: _Transfer) -> None:
+        """A fence says what the peer's ``Aborted`` says, also when the peer cannot be reached."""
+        if transfer.machine.phase is ReceiverPhase.DRAINING:
+            self._handle(transfer, AbortedReceived())
 
     def _take_over(self, transfer: _Transfer, commit: CommitReceived) -> None:
         going_on = tuple(
@@ -406,7 +439,9 @@ class InboundHandoffs:
 
     def _send_reserved(self, transfer: _Transfer) -> None:
         reserved = Reserved(
-            transfer_id=transfer.transfer_id, num_cached_blocks=transfer.num_cached_blocks
+            transfer_id=transfer.transfer_id,
+            num_cached_blocks=transfer.num_cached_blocks,
+            token=transfer.token,
         )
         self._send(transfer, reserved, (pack_ids(transfer.block_ids),))
 

@@ -1,7 +1,8 @@
 """The prefill side of all handoffs of a worker: peers, their mapped pools, transfers."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from time import monotonic
 
@@ -75,6 +76,7 @@ class _Peer:
     link: DealerLink[PrefillToDecode, DecodeToPrefill]
     lease_seconds: float
     pairing_deadline: float
+    copier: Executor
     pool: PeerLink | None = None
     num_pool_blocks: int = 0
     is_gone: bool = False
@@ -89,6 +91,7 @@ class _Transfer:
     peer: _Peer
     machine: HandoffSender
     source_ids: tuple[int, ...]
+    token: bytes = b""
     num_bytes: int = 0
     num_calls: int = 0
     write_seconds: float = 0.0
@@ -100,12 +103,12 @@ class OutboundHandoffs:
     def __init__(
         self,
         setup: HandoffSetup,
-        backend: TransferBackend,
+        backends: Mapping[str, TransferBackend],
         connect: Connect,
         on_ended: OnEnded,
     ) -> None:
         self._setup = setup
-        self._backend = backend
+        self._backends = backends
         self._connect = connect
         self._on_ended = on_ended
         self._peers: dict[tuple[WorkerId, Epoch], _Peer] = {}
@@ -138,6 +141,7 @@ class OutboundHandoffs:
                 self._connect(info.handoff_endpoint),
                 self._setup.lease_seconds,
                 monotonic() + PAIRING_SECONDS,
+                self._setup.copier,
             )
             self._peers[key] = peer
             request = PairRequest(
@@ -193,17 +197,23 @@ class OutboundHandoffs:
     async def _paired(self, peer: _Peer, accepted: PairAccepted) -> None:
         if peer.pool is not None or peer.is_gone:
             return
+        backend = self._backends.get(accepted.transport)
+        if backend is None:
+            offered = ", ".join(self._backends)
+            self._pairing_failed(peer, f"it chose {accepted.transport}; here is {offered}")
+            return
         loop = asyncio.get_running_loop()
         started = monotonic()
+        if backend.is_networked and peer.copier is self._setup.copier:
+            peer.copier = ThreadPoolExecutor(1, "send")
         try:
-            pool = await loop.run_in_executor(
-                self._setup.copier, self._backend.open_peer, accepted.pool
-            )
+            pool = await loop.run_in_executor(peer.copier, backend.open_peer, accepted.pool)
         except TransferError as error:
             self._pairing_failed(peer, str(error))
             return
         if peer.is_gone:
             pool.close()
+            self._end_copier(peer)
             return
         peer.pool = pool
         peer.num_pool_blocks = accepted.pool.num_blocks
@@ -230,6 +240,7 @@ class OutboundHandoffs:
             self._handle(transfer, refused)
         peer.unsent.clear()
         peer.link.close()
+        self._end_copier(peer)
 
     # ---- transfers -------------------------------------------------------------------------------
 
@@ -331,6 +342,8 @@ class OutboundHandoffs:
             asked = transfer.machine.num_blocks
             raise RemoteProtocolError(f"{count} blocks reserved; {asked} asked")
         ids = unpack_ids(received.payload, count, peer.num_pool_blocks)
+        if transfer is not None and transfer.peer is peer:
+            transfer.token = message.token
         return ReservedReceived(tuple(ids), message.num_cached_blocks)
 
     def _renewed(self, peer: _Peer, message: LeasesRenewed) -> None:
@@ -399,7 +412,9 @@ class OutboundHandoffs:
         loop = asyncio.get_running_loop()
         event: SenderEvent
         try:
-            report = await loop.run_in_executor(self._setup.copier, pool.write, sources, targets)
+            report = await loop.run_in_executor(
+                transfer.peer.copier, pool.write, sources, targets, transfer.token
+            )
         except TransferError as error:
             event = WriteFailed(str(error))
         else:
@@ -415,6 +430,11 @@ class OutboundHandoffs:
         if peer.is_gone and peer.num_writes == 0 and peer.pool is not None:
             peer.pool.close()
             peer.pool = None
+            self._end_copier(peer)
+
+    def _end_copier(self, peer: _Peer) -> None:
+        if peer.copier is not self._setup.copier:
+            peer.copier.shutdown(wait=False)
 
     def _ended(self, transfer: _Transfer, outcome: Outcome) -> None:
         assert transfer.machine.phase is SenderPhase.ENDED, "the machine said so"

@@ -34,7 +34,6 @@ from common.models.default_model import ensure_default_model
 from common.scheduler.local import LocalScheduler, SchedulerLimits
 from common.telemetry.logging import configure_logging
 from common.transfer.local import LocalBackend
-from common.transfer.shm import ShmBackend
 from common.transport.addresses import controller_endpoint, load_keys
 from common.transport.channels import CONTROL, HANDOFF, TOKENS
 from common.transport.sockets import Context, DealerLink, Identity, RouterHub, new_context
@@ -43,6 +42,7 @@ from common.worker.emitter import TokenEmitter
 from common.worker.inbound import InboundHandoffs
 from common.worker.outbound import OutboundHandoffs
 from common.worker.setup import HandoffSetup
+from common.worker.transports import Transports, open_transports
 from common.worker.worker import HybridWorker
 
 log = structlog.get_logger()
@@ -124,6 +124,15 @@ def _tell_model(line: str) -> None:
     log.info("default_model", detail=line)
 
 
+@dataclass(frozen=True, slots=True)
+class _Hands:
+    """What an incarnation works with: threads for steps and copies, and its transports."""
+
+    engine_thread: ThreadPoolExecutor
+    copier: ThreadPoolExecutor
+    transports: Transports
+
+
 class _Incarnation:
     """One life of a worker in the cluster, with an epoch of its own."""
 
@@ -146,10 +155,14 @@ class _Incarnation:
         context = new_context(load_keys(self._settings))
         engine_thread = ThreadPoolExecutor(1, "engine")
         copier = ThreadPoolExecutor(1, "copy")
+        settings = self._settings
+        transports = open_transports(
+            self._machine.pool, settings.lease_seconds, settings.transport, settings.cluster_host
+        )
         is_fenced = False
         try:
             async with asyncio.TaskGroup() as tasks:
-                await self._serve(tasks, context, engine_thread, copier)
+                await self._serve(tasks, context, _Hands(engine_thread, copier, transports))
         except* WasFenced as group:
             is_fenced = True
             log.warning("fenced", reason=str(group.exceptions[0]))
@@ -164,6 +177,7 @@ class _Incarnation:
             # Steps and writes end before the pool can be used by another incarnation.
             engine_thread.shutdown(wait=True)
             copier.shutdown(wait=True)
+            transports.close()
             context.destroy(linger=int(LAST_WORDS_SECONDS * 1000))
             if self._journal is not None:
                 self._journal.close()
@@ -173,8 +187,7 @@ class _Incarnation:
         self,
         tasks: asyncio.TaskGroup,
         context: Context,
-        engine_thread: ThreadPoolExecutor,
-        copier: ThreadPoolExecutor,
+        hands: "_Hands",
     ) -> None:
         settings, machine = self._settings, self._machine
         hub: RouterHub[DecodeToPrefill, PrefillToDecode] = RouterHub(
@@ -185,7 +198,7 @@ class _Incarnation:
             Codec(DecodeToPrefill),
             Codec(PrefillToDecode),
         )
-        hello = self._hello(hub.endpoint)
+        hello = self._hello(hub.endpoint, hands.transports.names)
         blocks = self._blocks(hello)
         limits = SchedulerLimits(
             max_num_batched_tokens=settings.max_num_batched_tokens,
@@ -196,7 +209,7 @@ class _Incarnation:
         worker = HybridWorker(
             self._id,
             machine.engine,
-            engine_thread,
+            hands.engine_thread,
             blocks,
             LocalScheduler(blocks, limits),
             LocalBackend(machine.pool).open_peer(machine.pool.handle()),
@@ -204,8 +217,9 @@ class _Incarnation:
         )
         setup = HandoffSetup(
             tasks=tasks,
-            copier=copier,
+            copier=hands.copier,
             pool=machine.pool,
+            exports=hands.transports.exports,
             self_info=hello.peer,
             model_fingerprint=hello.model_fingerprint,
             lease_seconds=settings.lease_seconds,
@@ -232,7 +246,7 @@ class _Incarnation:
         )
         outbound = OutboundHandoffs(
             setup,
-            ShmBackend(machine.pool),
+            hands.transports.backends,
             self._handoff_connector(context),
             worker.on_handoff_ended,
         )
@@ -254,7 +268,7 @@ class _Incarnation:
             outbound.close()
             hub.close()
 
-    def _hello(self, endpoint: str) -> WorkerHello:
+    def _hello(self, endpoint: str, transports: tuple[str, ...]) -> WorkerHello:
         machine = self._machine
         peer = PeerInfo(
             worker_id=self._id,
@@ -264,7 +278,7 @@ class _Incarnation:
             host=host_id(),
             handoff_endpoint=endpoint,
             layout_fingerprint=machine.layout.fingerprint(),
-            transports=("shm",),
+            transports=transports,
         )
         return WorkerHello(
             peer=peer,

@@ -1,24 +1,28 @@
 """What both halves of the handoff share in one worker."""
 
 import asyncio
+from collections.abc import Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
 from common.kv.pool import KVPool
 from common.messages.fields import PeerInfo
+from common.transfer.backend import PoolExport
 
 
 @dataclass(frozen=True, slots=True)
 class HandoffSetup:
     """The worker's task group, copy thread, pool and identity.
 
-    Leases are in seconds, ``block_size`` in tokens; ``growth_tokens`` is the room for output that
-    a reservation asks for beside the prompt.
+    ``exports`` are the transports that peers may use, by name. Leases are in seconds,
+    ``block_size`` in tokens; ``growth_tokens`` is the room for output that a reservation asks for
+    beside the prompt.
     """
 
     tasks: asyncio.TaskGroup
     copier: Executor
     pool: KVPool
+    exports: Mapping[str, PoolExport]
     self_info: PeerInfo
     model_fingerprint: str
     lease_seconds: float

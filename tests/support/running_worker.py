@@ -22,7 +22,6 @@ from common.messages.tokens import WorkerToGateway
 from common.scheduler.local import LocalScheduler, SchedulerLimits
 from common.transfer.backend import LinkRate, PeerLink, TransferBackend, WriteReport
 from common.transfer.local import LocalBackend
-from common.transfer.shm import ShmBackend
 from common.transport.channels import CONTROL, HANDOFF, TOKENS
 from common.transport.sockets import Context, DealerLink, Identity, RouterHub
 from common.worker.control import ControlLink
@@ -30,6 +29,7 @@ from common.worker.emitter import TokenEmitter
 from common.worker.inbound import InboundHandoffs
 from common.worker.outbound import OutboundHandoffs
 from common.worker.setup import HandoffSetup
+from common.worker.transports import open_transports
 from common.worker.worker import HybridWorker
 from tests.support.board import Board, Gate
 
@@ -56,6 +56,7 @@ class WorkerOptions:
     lease_seconds: float = 5.0
     max_num_batched_tokens: int = 32
     growth_tokens: int = 16
+    transport: str = "shm"
     after_write: Callable[[Sequence[int]], None] | None = None
 
 
@@ -72,6 +73,7 @@ class RunningWorker:
         self.blocks = BlockManager(options.num_blocks, LAYOUT.block_size, 1, MODEL, None)
         self.copier = ThreadPoolExecutor(1, f"{name} copy")
         self._engine_thread = ThreadPoolExecutor(1, f"{name} engine")
+        self._transports = open_transports(self.pool, options.lease_seconds, options.transport, "")
         self._around = surroundings
         self._role = role
         self._options = options
@@ -112,6 +114,7 @@ class RunningWorker:
         finally:
             self._engine_thread.shutdown(wait=True)
             self.copier.shutdown(wait=True)
+            self._transports.close()
             self.pool.close()
 
     async def _serve(self) -> None:
@@ -125,7 +128,7 @@ class RunningWorker:
             Codec(DecodeToPrefill),
             Codec(PrefillToDecode),
         )
-        info = peer_info(self.name, self._role, identity, hub.endpoint)
+        info = peer_info(self.name, self._role, identity, hub.endpoint, self._transports.names)
         hello = WorkerHello(
             peer=info,
             model_fingerprint=MODEL,
@@ -153,6 +156,7 @@ class RunningWorker:
                 tasks=tasks,
                 copier=self.copier,
                 pool=self.pool,
+                exports=self._transports.exports,
                 self_info=info,
                 model_fingerprint=MODEL,
                 lease_seconds=self._options.lease_seconds,
@@ -170,7 +174,10 @@ class RunningWorker:
             )
             outbound = OutboundHandoffs(
                 setup,
-                _MeddledBackend(ShmBackend(self.pool), self.writes, self._options.after_write),
+                {
+                    name: _MeddledBackend(backend, self.writes, self._options.after_write)
+                    for name, backend in self._transports.backends.items()
+                },
                 lambda endpoint: handoff_link(context, endpoint, identity),
                 worker.on_handoff_ended,
             )
@@ -238,14 +245,14 @@ class _MeddledLink:
 
 
 class _MeddledBackend:
-    name = "shm"
-
     def __init__(
         self,
         backend: TransferBackend,
         gate: Gate,
         after_write: Callable[[Sequence[int]], None] | None,
     ) -> None:
+        self.name = backend.name
+        self.is_networked = backend.is_networked
         self._backend = backend
         self._gate = gate
         self._after_write = after_write
@@ -254,7 +261,13 @@ class _MeddledBackend:
         return _MeddledLink(self._backend.open_peer(handle), self._gate, self._after_write)
 
 
-def peer_info(name: str, role: Role, identity: Identity, endpoint: str) -> PeerInfo:
+def peer_info(
+    name: str,
+    role: Role,
+    identity: Identity,
+    endpoint: str,
+    transports: tuple[str, ...] = ("shm",),
+) -> PeerInfo:
     """Return what a worker of this process tells of itself."""
     return PeerInfo(
         worker_id=WorkerId(name),
@@ -264,7 +277,7 @@ def peer_info(name: str, role: Role, identity: Identity, endpoint: str) -> PeerI
         host=host_id(),
         handoff_endpoint=endpoint,
         layout_fingerprint=LAYOUT.fingerprint(),
-        transports=("shm",),
+        transports=transports,
     )
 
 

@@ -167,6 +167,8 @@ class Wrong:
     message: str
     path: tuple[str | int, ...]
     value: object
+    told: str = ""
+    """How the refusal names the place, where that is not the path."""
 
     def __str__(self) -> str:
         return f"{self.message}:{'.'.join(map(str, self.path))}={self.value!r:.20}"
@@ -208,8 +210,8 @@ WRONG_FIELDS = [
     Wrong("handoff.Commit", ("first_tokens",), ()),
     Wrong("handoff.Commit", ("prefill_done_at",), float("inf")),
     Wrong("handoff.Commit", ("num_cached_tokens",), True),
-    Wrong("handoff.PairAccepted", ("pool", "kind"), "vram"),
-    Wrong("handoff.PairAccepted", ("pool", "nonce"), b"short"),
+    Wrong("handoff.PairAccepted", ("pool", "kind"), "vram", "pool"),
+    Wrong("handoff.PairAccepted", ("pool", "nonce"), b"short", "pool.memfd.nonce"),
     Wrong("handoff.Abort", ("reason",), "tired"),
     Wrong("tokens.TokensGenerated", ("deltas",), 3),
     Wrong("admin.StatusReport", ("workers",), {}),
@@ -229,7 +231,7 @@ def test_a_field_of_the_wrong_type_or_out_of_bounds_is_refused_by_name(wrong: Wr
     place[wrong.path[-1]] = wrong.value
     with pytest.raises(RemoteProtocolError) as refused:
         codec.decode([msgpack.packb(parts)])
-    path = ".".join(map(str, wrong.path))
+    path = wrong.told or ".".join(map(str, wrong.path))
     assert f"{message.__name__} from 'prefill-0': {path}" in str(refused.value)
 
 

@@ -12,6 +12,7 @@ from common.transfer.selection import (
     select_transport,
 )
 from common.transfer.shm import ShmBackend
+from common.transfer.tcp import TcpBackend
 
 OWN = PeerInfo(
     worker_id=WorkerId("prefill-0"),
@@ -27,7 +28,7 @@ PEER = replace(OWN, worker_id=WorkerId("decode-0"), epoch=Epoch(2), role=Role.DE
 
 
 def test_every_transport_has_a_backend_and_a_place_in_the_order() -> None:
-    assert (LocalBackend.name, ShmBackend.name) == PREFERENCE
+    assert (LocalBackend.name, ShmBackend.name, TcpBackend.name) == PREFERENCE
 
 
 def test_a_worker_and_itself_share_their_pool() -> None:
@@ -40,6 +41,16 @@ def test_two_workers_of_one_host_use_shared_memory() -> None:
     assert select_transport(OWN, PEER) == TransportChosen(
         "shm", "best that both sides report; here [local, shm], there [local, shm]"
     )
+
+
+def test_workers_of_two_hosts_use_tcp_where_both_offer_it() -> None:
+    own = replace(OWN, transports=("shm", "tcp"))
+    chosen = select_transport(own, replace(PEER, host="beta", transports=("shm", "tcp")))
+    assert isinstance(chosen, TransportChosen)
+    assert chosen.name == "tcp"
+    near = select_transport(own, replace(PEER, transports=("shm", "tcp")))
+    assert isinstance(near, TransportChosen)
+    assert near.name == "shm", "shared memory is better within a host"
 
 
 def test_a_restarted_worker_with_the_same_pid_is_not_the_same_process() -> None:
@@ -78,7 +89,7 @@ def test_a_forced_transport_is_used_even_where_a_better_one_exists() -> None:
     ("forced", "why"),
     [
         ("local", "local: the workers are different processes"),
-        ("rdma", "rdma: unknown; there are local, shm"),
+        ("rdma", "rdma: unknown; there are local, shm, tcp"),
     ],
 )
 def test_a_forced_transport_that_cannot_work_is_refused_and_never_replaced(
