@@ -170,6 +170,12 @@ class Settings(BaseSettings):
         description="Endpoint of a controller on another host, as `flowpath serve` prints it there "
         "(tcp://address:port?key=...).",
     )
+    worker_id: str = Field(
+        "",
+        pattern=r"^([A-Za-z0-9][A-Za-z0-9_.-]{0,31})?$",
+        description="Name in the cluster of a worker or gateway started on its own; empty is its "
+        "program's name and 0.",
+    )
     keys: Folder | None = Field(
         default=None,
         description="Key folder of this host (`flowpath keygen`); needed as soon as processes talk "

@@ -75,7 +75,9 @@ def _one_program(program: str, process_id: str, summary: str) -> None:
         from services.cli.program import become  # noqa: PLC0415 - keeps os.exec out of tests
 
         is_combined = program == "prefill" and loaded.settings.combined
-        become(program, loaded.settings, "combined-0" if is_combined else process_id)
+        usual = "combined-0" if is_combined else process_id
+        is_named = program != "controller" and loaded.settings.worker_id
+        become(program, loaded.settings, loaded.settings.worker_id if is_named else usual)
 
     command.__doc__ = summary
     command.__name__ = program
@@ -120,6 +122,17 @@ def logs(
 
     loaded = load_settings({"port": port, "log_dir": log_dir}, config)
     show_logs(loaded.settings.log_dir, request, follow=follow)
+
+
+@app.command()
+@ends_by_name
+def keygen(
+    folder: Annotated[Path, typer.Argument(help="Key folder to make.", metavar="FOLDER")],
+) -> None:
+    """Make the keys of a host, for a cluster over several hosts."""
+    from services.cli.keygen import make_key_folder  # noqa: PLC0415
+
+    make_key_folder(folder)
 
 
 @app.command()

@@ -14,6 +14,7 @@ from common.config.folders import lock_file, prepare_run_dir
 from common.config.load import save_settings
 from common.config.settings import Settings
 from common.telemetry.logging import configure_logging
+from common.transport.addresses import controller_endpoint, load_keys
 from services.cli.supervisor.plan import plan_processes
 from services.cli.supervisor.prepare import (
     claim_port,
@@ -79,6 +80,9 @@ async def _serve(settings: Settings, console: Console) -> int:
         ("logs", str(settings.log_dir)),
     ):
         tell(f"  {name:<10} {value}")
+    if settings.cluster_host:
+        endpoint = controller_endpoint(settings, load_keys(settings))
+        tell(f"  join       --controller '{endpoint}' on other hosts")
     supervisor = Supervisor(settings, specs, settings_file, tell)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

@@ -1,0 +1,20 @@
+"""``flowpath keygen``: the keys of a host."""
+
+from pathlib import Path
+
+from common.transport.security import ALLOWED_NAME, PUBLIC_NAME, SECRET_NAME, make_keys
+from services.cli.terminal import out
+
+
+def make_key_folder(folder: Path) -> None:
+    """Make a key folder and say what to do with it. ConfigError when one is there already."""
+    public = make_keys(folder)
+    console = out()
+    console.print(f"made {folder / SECRET_NAME} (secret, never leaves this host)", soft_wrap=True)
+    console.print(f"made {public} (public)", soft_wrap=True)
+    console.print(
+        f"Each host needs a folder of its own. Copy every other host's {PUBLIC_NAME} into "
+        f"{folder / ALLOWED_NAME}/ under a name ending in .key, then start FlowPath with "
+        f"--keys {folder} --cluster-host ADDRESS.",
+        soft_wrap=True,
+    )
