@@ -1,0 +1,212 @@
+"""20 ``kill -9`` of workers under load, with ``flowpath serve`` starting them again."""
+
+import asyncio
+import os
+import random
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic
+
+import pytest
+
+from common.messages.admin import StatusReport, WorkerStatus
+from common.messages.fields import Role, WorkerState
+from tests.support.prompts import Encode
+from tests.support.served import (
+    RefusedError,
+    Served,
+    ServedClient,
+    client_of,
+    leftovers,
+    serving,
+)
+from tests.support.undisturbed import Undisturbed, greedy_bodies, run_quietly
+
+pytestmark = [pytest.mark.chaos, pytest.mark.e2e]
+
+SEED = 7
+NUM_KILLS = 20
+NUM_LANES = 8
+BLOCK_SIZE = 16
+NUM_BLOCKS = 160
+BLOCK_BYTES = BLOCK_SIZE * 30 * 2 * 3 * 64 * 4
+LENGTHS = (12, 50, 120, 200, 33, 80)
+MAX_TOKENS = 24
+COMPLETED_SECONDS = 60.0
+KNOWN_SECONDS = 2.0
+"""A dead peer is known by then, and its requests have been told."""
+SETTINGS = {
+    "prefill": 2,
+    "decode": 2,
+    "dtype": "float32",
+    "block_size": BLOCK_SIZE,
+    "kv_bytes": NUM_BLOCKS * BLOCK_BYTES,
+    "max_num_batched_tokens": 64,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An error that a client got, and when, on our clock."""
+
+    error: RefusedError
+    began: float
+    ended: float
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """A worker that was killed, and when, on our clock."""
+
+    worker: str
+    at: float
+
+
+class Load:
+    """Clients that ask without a pause. Refused ones (no worker of a role) ask again."""
+
+    def __init__(self, client: ServedClient, quiet: list[Undisturbed]) -> None:
+        self.num_completed = 0
+        self.wrong: list[str] = []
+        self.failures: list[Failure] = []
+        self.num_refused = 0
+        self.is_over = False
+        self.completed = asyncio.Event()
+        self._client = client
+        self._quiet = quiet
+
+    async def lane(self, place: int) -> None:
+        """Ask one after the other until it is over."""
+        number = place
+        while not self.is_over:
+            number += 1
+            request = self._quiet[number % len(self._quiet)]
+            began = monotonic()
+            try:
+                wrong = await request.ask_again(self._client.ask, is_stream=number % 2 == 0)
+            except RefusedError as error:
+                if error.code == "no_worker":
+                    self.num_refused += 1
+                    await self._until_something_completes()
+                else:
+                    self.failures.append(Failure(error, began, monotonic()))
+                continue
+            self.num_completed += 1
+            self.completed.set()
+            if wrong is not None:
+                self.wrong.append(wrong)
+
+    async def completes_one(self) -> None:
+        """Wait until one more request has completed. TimeoutError at the deadline."""
+        self.completed.clear()
+        async with asyncio.timeout(COMPLETED_SECONDS):
+            await self.completed.wait()
+
+    async def _until_something_completes(self) -> None:
+        self.completed.clear()
+        try:
+            async with asyncio.timeout(0.2):
+                await self.completed.wait()
+        except TimeoutError:
+            return
+
+
+class Killer:
+    """Kills workers that are ready, most of the time ones whose role another still serves."""
+
+    def __init__(self, served: Served) -> None:
+        self.kills: list[Kill] = []
+        self._served = served
+        self._random = random.Random(SEED)
+        self._epochs: set[int] = set()
+
+    async def kill_one(self) -> None:
+        """Wait for a worker that may be killed, and kill it."""
+        needs_twin = len(self.kills) % 5 != 4
+
+        def victims(report: StatusReport) -> list[WorkerStatus]:
+            ready = [
+                worker
+                for worker in report.workers
+                if worker.state is WorkerState.READY
+                and worker.kv is not None
+                and worker.epoch not in self._epochs
+            ]
+            return [
+                worker
+                for worker in ready
+                if not needs_twin or sum(other.role is worker.role for other in ready) > 1
+            ]
+
+        report = await self._served.wait_until("a victim", lambda report: bool(victims(report)))
+        victim = self._random.choice(victims(report))
+        self._epochs.add(victim.epoch)
+        self.kills.append(Kill(victim.id, monotonic()))
+        os.kill(victim.pid, signal.SIGKILL)
+
+
+def _all_ready(report: StatusReport) -> bool:
+    ready = [worker.role for worker in report.workers if worker.state is WorkerState.READY]
+    return ready.count(Role.PREFILL) == ready.count(Role.DECODE) == 2 and report.num_requests == 0
+
+
+def _is_idle(report: StatusReport) -> bool:
+    return _all_ready(report) and all(
+        worker.kv is not None and not worker.kv.referenced and not worker.kv.in_transfer
+        for worker in report.workers
+    )
+
+
+def _unexplained(failures: list[Failure], kills: list[Kill]) -> list[str]:
+    """Return the failures that do not name a worker whose kill explains them in time."""
+
+    def is_explained(failure: Failure) -> bool:
+        return failure.error.code == "worker_died" and any(
+            kill.worker in str(failure.error)
+            and failure.began - KNOWN_SECONDS < kill.at < failure.ended < kill.at + KNOWN_SECONDS
+            for kill in kills
+        )
+
+    return [
+        f"{failure.error} after {failure.ended - failure.began:.2f} s"
+        for failure in failures
+        if failure.error.status not in (200, 502) or not is_explained(failure)
+    ]
+
+
+async def test_20_kills_of_workers_fail_their_own_requests_by_name_and_leak_nothing(
+    model_folder: Path, encode: Encode
+) -> None:
+    async with serving({**SETTINGS, "model": str(model_folder)}) as served:
+        async with client_of(served) as client:
+            await served.wait_until("all are ready", _all_ready)
+            bodies = greedy_bodies(encode, LENGTHS, MAX_TOKENS, first=50_000)
+            quiet = await run_quietly(client.ask, bodies)
+            load, killer = Load(client, quiet), Killer(served)
+            async with asyncio.TaskGroup() as group:
+                for place in range(NUM_LANES):
+                    group.create_task(load.lane(place))
+                for _ in range(NUM_KILLS):
+                    await killer.kill_one()
+                    # Requests go on to be served while workers start again.
+                    await load.completes_one()
+                load.is_over = True
+
+            assert load.wrong == []
+            assert _unexplained(load.failures, killer.kills) == []
+            assert len(load.failures) >= NUM_KILLS // 4, "the kills met too few requests"
+            assert load.num_completed > NUM_KILLS
+
+            report = await served.wait_until("all is idle again", _is_idle)
+            for worker in report.workers:
+                assert worker.kv is not None
+                assert worker.kv.total == worker.kv.free + worker.kv.cached, worker.id
+            for request in quiet:
+                assert await request.ask_again(client.ask, is_stream=True) is None
+            assert (await client.http.get("/health")).status_code == 200
+        held = served.footprint()
+        assert len(held.memory_files) == 4
+        served.interrupt()
+        assert await served.ended() == 0
+        assert leftovers(served.settings, held) == []
