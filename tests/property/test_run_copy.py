@@ -1,6 +1,7 @@
 """Run copies against slices of bytearrays."""
 
 import numpy as np
+import pytest
 from flowpath_native import checksum, checksum_blocks, copy_runs, copy_runs_checksummed
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -67,3 +68,23 @@ def test_a_block_larger_than_one_cache_piece_keeps_its_checksum() -> None:
     sums = copy_runs_checksummed(dst, src, [(0, 0, 3)], 50_001)
     assert dst == src
     assert sums.tolist() == [checksum(src[i * 50_001 : (i + 1) * 50_001]) for i in range(3)]
+
+
+@pytest.mark.parametrize("offset", [0, 32, 64, 8, 1])
+@pytest.mark.parametrize("block_bytes", [256 * 1024, 64 * 1024 + 512, 99_999, 300])
+def test_large_copies_past_the_caches_are_whole_wherever_the_target_begins(
+    offset: int, block_bytes: int
+) -> None:
+    num_blocks = 2_500_000 // block_bytes
+    src = np.random.default_rng(7).bytes(num_blocks * block_bytes)
+    room = np.full(len(src) + 4096, 0xEE, dtype=np.uint8)
+    start = -room.ctypes.data % 4096 + offset
+    dst = room[start : start + len(src)]
+    order = np.random.default_rng(8).permutation(num_blocks)
+    runs = [(int(a), b, 1) for b, a in enumerate(order)]
+    sums = copy_runs_checksummed(dst, src, runs, block_bytes)
+    blocks = [src[a * block_bytes : (a + 1) * block_bytes] for a in order]
+    assert dst.tobytes() == b"".join(blocks)
+    assert sums.tolist() == [checksum(block) for block in blocks]
+    assert (room[:start] == 0xEE).all()
+    assert (room[start + len(src) :] == 0xEE).all()

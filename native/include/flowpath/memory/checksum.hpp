@@ -44,6 +44,15 @@ inline constexpr std::size_t checksum_row_bytes = 512;
 [[nodiscard]] std::uint64_t checksum_sum(std::span<const std::byte> bytes,
                                          std::uint64_t first_row) noexcept;
 
+// Whether this machine can copy to `to` with stores that pass the caches by.
+[[nodiscard]] bool can_stream_to(const std::byte* to) noexcept;
+
+// The same sum over whole rows, and a copy of them to `to`, for which `can_stream_to` holds, past
+// the caches: nothing is read of the target's memory, and what the caches held stays there. The
+// copy is visible to every thread on return.
+[[nodiscard]] std::uint64_t checksum_sum_streamed(std::byte* to, std::span<const std::byte> rows,
+                                                  std::uint64_t first_row) noexcept;
+
 // The part after the sum, for a message of `num_bytes` bytes.
 [[nodiscard]] std::uint64_t checksum_finish(std::uint64_t sum, std::uint64_t num_bytes) noexcept;
 
