@@ -4,12 +4,15 @@ from dataclasses import field
 from enum import StrEnum
 from typing import Annotated
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, StrictBool
 from pydantic.dataclasses import dataclass
 
 MAX_TOP_LOGPROBS = 20
 MAX_CHOICES = 128
 MAX_SEED = 2**63 - 1
+
+
+TokenId = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
 
 
 class FinishReason(StrEnum):
@@ -31,22 +34,22 @@ class SamplingParams:
     ``eos_token_ids`` end a choice unless ``ignore_eos``. ``min_tokens`` bans them before.
     """
 
-    seed: Annotated[int, Field(ge=0, le=MAX_SEED)]
-    max_tokens: Annotated[int, Field(ge=1)]
-    num_choices: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
+    seed: Annotated[int, Field(strict=True, ge=0, le=MAX_SEED)]
+    max_tokens: Annotated[int, Field(strict=True, ge=1)]
+    num_choices: Annotated[int, Field(strict=True, ge=1, le=MAX_CHOICES)] = 1
     temperature: Annotated[float, Field(ge=0.0, le=100.0)] = 1.0
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    top_k: Annotated[int, Field(ge=0)] = 0
+    top_k: Annotated[int, Field(strict=True, ge=0)] = 0
     min_p: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
     repetition_penalty: Annotated[float, Field(gt=0.0, le=100.0)] = 1.0
     presence_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] = 0.0
     frequency_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] = 0.0
-    logit_bias: dict[int, float] = field(default_factory=dict)
-    num_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    ignore_eos: bool = False
-    min_tokens: Annotated[int, Field(ge=0)] = 0
-    eos_token_ids: tuple[int, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
+    logit_bias: dict[TokenId, float] = field(default_factory=dict)
+    num_logprobs: Annotated[int, Field(strict=True, ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    ignore_eos: StrictBool = False
+    min_tokens: Annotated[int, Field(strict=True, ge=0)] = 0
+    eos_token_ids: tuple[TokenId, ...] = ()
+    stop_token_ids: tuple[TokenId, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, config=ConfigDict(extra="forbid"))
@@ -58,6 +61,6 @@ class SampledToken:
     request asked for them.
     """
 
-    token_id: int
+    token_id: TokenId
     logprob: float | None = None
-    top_logprobs: tuple[tuple[int, float], ...] = ()
+    top_logprobs: tuple[tuple[TokenId, float], ...] = ()

@@ -35,7 +35,6 @@ from common.handoff.receiver import HandoffReceiver, ReceiverPhase
 from common.ids import Epoch, RequestId, TransferId, WorkerId
 from common.kv.blocks import BlockManager, Hold
 from common.messages.codec import Received
-from common.messages.fields import PeerInfo
 from common.messages.handoff import (
     Abort,
     Aborted,
@@ -58,18 +57,16 @@ from common.messages.handoff import (
 )
 from common.scheduler.request import NewRequest
 from common.transfer.backend import PoolExport
-from common.transfer.selection import TransportRefused, select_transport
 from common.transfer.verify import verify_blocks
 from common.transport.sockets import RouterHub
 from common.worker.fences import WriteFences
+from common.worker.paired_peers import PairedPeers, Peer
 from common.worker.payload import pack_ids, unpack_checksums, unpack_ids
 from common.worker.setup import HandoffSetup
 
 log = structlog.get_logger()
 
 MAX_TOKEN_ID = 2**31 - 1
-
-Peer = tuple[str, Epoch]
 
 
 @dataclass(slots=True, eq=False)
@@ -119,8 +116,8 @@ class InboundHandoffs:
         self._why_refuse = why_refuse
         self._on_taken_over = on_taken_over
         self._on_dropped = on_dropped
-        self._paired: dict[str, Epoch] = {}
-        self._exports: dict[str, PoolExport] = {}
+        self._peers = PairedPeers(setup)
+        self._undead: dict[Peer, str] = {}
         self._fences = WriteFences(setup.tasks, blocks.release)
         self._transfers: dict[TransferId, _Transfer] = {}
 
@@ -151,11 +148,33 @@ class InboundHandoffs:
         return False
 
     def peer_left(self, worker_id: WorkerId, epoch: Epoch, reason: str) -> None:
-        """End every handoff with a dead or departed incarnation."""
-        if self._paired.get(worker_id) == epoch:
-            del self._paired[worker_id], self._exports[worker_id]
-        for transfer in [t for t in self._transfers.values() if t.peer == (worker_id, epoch)]:
-            self._handle(transfer, PeerLost(f"prefill worker {worker_id} {reason}"))
+        """End every handoff with a dead or departed incarnation.
+
+        A process that was only taken for dead may wake up inside a write into shared memory: its
+        blocks drain until it is gone, or is back under a new epoch, which ends its old writes.
+        """
+        peer = (str(worker_id), epoch)
+        self._peers.drop(peer)
+        transfers = self._transfers_of(peer)
+        may_write = [t for t in transfers if not t.export.is_fencing]
+        if may_write and self._peers.is_running(peer):
+            log.warning("peer_may_still_write", peer=worker_id, num_transfers=len(may_write))
+            self._undead[peer] = reason
+            for transfer in transfers:
+                if transfer.machine.phase is ReceiverPhase.RESERVED:
+                    self._handle(transfer, CancelRequested(AbortReason.LEASE_EXPIRED))
+            return
+        self._bury(peer, reason)
+
+    def _bury(self, peer: Peer, reason: str) -> None:
+        """Nothing of this incarnation writes any more."""
+        self._undead.pop(peer, None)
+        self._peers.forget(peer)
+        for transfer in self._transfers_of(peer):
+            self._handle(transfer, PeerLost(f"prefill worker {peer[0]} {reason}"))
+
+    def _transfers_of(self, peer: Peer) -> list[_Transfer]:
+        return [t for t in self._transfers.values() if t.peer == peer]
 
     def stop_all(self, reason: AbortReason) -> None:
         """End every handoff that is not accepted yet."""
@@ -163,7 +182,10 @@ class InboundHandoffs:
             self._handle(transfer, CancelRequested(reason))
 
     def tick(self, now: float) -> None:
-        """Notice expired leases."""
+        """Notice expired leases, and the end of processes that were taken for dead."""
+        for peer, reason in list(self._undead.items()):
+            if not self._peers.is_running(peer):
+                self._bury(peer, reason)
         for transfer in list(self._transfers.values()):
             self._execute(transfer, transfer.machine.tick(now))
 
@@ -179,7 +201,7 @@ class InboundHandoffs:
     def _receive(self, received: Received[PrefillToDecode]) -> None:
         message = received.message
         peer = (received.envelope.sender, received.envelope.epoch)
-        if not isinstance(message, PairRequest) and self._paired.get(peer[0]) != peer[1]:
+        if not isinstance(message, PairRequest) and self._peers.export_of(peer) is None:
             self._refuse_stranger(peer, message)
             return
         match message:
@@ -209,17 +231,15 @@ class InboundHandoffs:
             self._hub.try_send(peer, refused, message.request_id)
 
     def _pair(self, peer: Peer, request: PairRequest) -> None:
-        chosen = self._choose_export(request)
+        chosen = self._peers.export_for(request)
         if isinstance(chosen, PairRefused):
-            refused = chosen
-            log.error("pairing_refused", peer=peer[0], field=refused.field, actual=refused.actual)
-            self._hub.try_send(peer, refused, "pairing")
+            log.error("pairing_refused", peer=peer[0], field=chosen.field, actual=chosen.actual)
+            self._hub.try_send(peer, chosen, "pairing")
             return
-        before = self._paired.get(peer[0])
-        if before is not None and before != peer[1]:
-            self.peer_left(WorkerId(peer[0]), before, "was replaced by a new incarnation")
-        self._paired[peer[0]] = peer[1]
-        self._exports[peer[0]] = chosen
+        for old in {t.peer for t in self._transfers.values()}:
+            if old[0] == peer[0] and old != peer:
+                self._bury(old, "was replaced by a new incarnation")
+        self._peers.add(peer, request.peer, chosen)
         accepted = PairAccepted(
             epoch=self._setup.self_info.epoch,
             transport=chosen.name,
@@ -228,26 +248,14 @@ class InboundHandoffs:
         )
         self._hub.try_send(peer, accepted, "pairing")
 
-    def _choose_export(self, request: PairRequest) -> PoolExport | PairRefused:
-        mine: PeerInfo = self._setup.self_info
-        for name, expected, actual in (
-            ("model_fingerprint", self._setup.model_fingerprint, request.model_fingerprint),
-            ("layout_fingerprint", mine.layout_fingerprint, request.peer.layout_fingerprint),
-        ):
-            if expected != actual:
-                return PairRefused(field=name, expected=expected, actual=actual)
-        choice = select_transport(mine, request.peer)
-        if isinstance(choice, TransportRefused):
-            return PairRefused(field=choice.field, expected=choice.expected, actual=choice.actual)
-        return self._setup.exports[choice.name]
-
     def _reserve(self, peer: Peer, message: Reserve, payload: tuple[bytes, ...]) -> None:
         held = self._transfers.get(message.transfer_id)
         if held is not None:
             if held.peer == peer:
                 self._handle(held, ReserveRepeated())
             return
-        if self._fences.is_freeing(message.transfer_id):
+        export = self._peers.export_of(peer)
+        if export is None or self._fences.is_freeing(message.transfer_id):
             return  # a late repeat
         prompt = unpack_ids(payload, message.num_prompt_tokens, MAX_TOKEN_ID)
         refusal = self._why_refuse()
@@ -283,7 +291,7 @@ class InboundHandoffs:
             HandoffReceiver(monotonic() + self._setup.lease_seconds),
             acquired.block_ids[: -(-len(prompt) // self._setup.block_size)],
             acquired.num_cached_tokens // self._setup.block_size,
-            self._exports[peer[0]],
+            export,
         )
         self._transfers[transfer.transfer_id] = transfer
         self._grant(transfer)
@@ -324,6 +332,9 @@ class InboundHandoffs:
             if transfer.transfer_id in alive:
                 known.append(transfer.transfer_id)
                 transfer.machine.renew(deadline)
+                if transfer.machine.phase is ReceiverPhase.ACCEPTED:
+                    # It would not name it any more, had it got our answer.
+                    self._send(transfer, Accepted(transfer_id=transfer.transfer_id))
             elif transfer.machine.phase is ReceiverPhase.DRAINING:
                 self._handle(transfer, AbortedReceived())
             elif transfer.machine.phase is ReceiverPhase.ACCEPTED:

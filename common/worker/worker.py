@@ -197,7 +197,10 @@ class HybridWorker:
         route.decode = order.decode
         if order.decode.worker_id == self._id:
             self.execute(self._scheduler.place_locally(order.request_id))
-        elif request.phase in (RequestPhase.PREFILLING, RequestPhase.SENDING):
+        elif request.is_remote and request.phase in (
+            RequestPhase.PREFILLING,
+            RequestPhase.SENDING,
+        ):
             self._begin_handoff(order.request_id)
 
     def _cancel(self, order: Cancel) -> None:

@@ -6,6 +6,7 @@ from collections import deque
 
 import structlog
 
+from common.config.processes import ProcessWatch
 from common.config.settings import Settings
 from common.errors import RemoteProtocolError
 from common.ids import new_epoch
@@ -32,7 +33,6 @@ from services.controller.effects import (
     ToPeer,
 )
 from services.controller.limits import ControllerLimits
-from services.controller.processes import ProcessWatch
 from services.controller.status import status_report
 
 TICK_SECONDS = 0.1

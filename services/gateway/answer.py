@@ -57,6 +57,9 @@ class StreamedAnswer:
         self._plan = plan
         self._shape = shape
         self._head: Json = {**head, "object": shape.chunk_object}
+        # What every chunk but the first begins and ends with, encoded once.
+        self._chunk_start = b"data: " + encode_json(self._head)[:-1] + b',"choices":['
+        self._chunk_end = b'],"usage":null}\n\n' if plan.has_usage_chunk else b"]}\n\n"
         self._metrics = metrics
         self._opened: set[int] = set()
         self._first_fields = dict(shape.first_fields)
@@ -103,6 +106,8 @@ class StreamedAnswer:
         return events
 
     def _chunk(self, entry: Json) -> bytes:
+        if not self._first_fields:
+            return self._chunk_start + encode_json(entry) + self._chunk_end
         chunk: Json = {"choices": [entry]}
         if self._plan.has_usage_chunk:
             chunk["usage"] = None

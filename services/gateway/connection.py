@@ -133,7 +133,10 @@ class Exchange(Response):
 
 def encode_json(value: object) -> bytes:
     """Encode as compact JSON in UTF-8."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
+    return _encode(value).encode()
+
+
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 def _check_is_json(headers: Mapping[bytes, bytes]) -> None:

@@ -261,19 +261,24 @@ class _MeddledBackend:
         return _MeddledLink(self._backend.open_peer(handle), self._gate, self._after_write)
 
 
+NO_PROCESS = 2**30
+"""A process id that the kernel gives to nobody: such a peer, once buried, is dead for good."""
+
+
 def peer_info(
     name: str,
     role: Role,
     identity: Identity,
     endpoint: str,
     transports: tuple[str, ...] = ("shm",),
+    pid: int = NO_PROCESS,
 ) -> PeerInfo:
     """Return what a worker of this process tells of itself."""
     return PeerInfo(
         worker_id=WorkerId(name),
         epoch=identity.epoch,
         role=role,
-        pid=1,
+        pid=pid,
         host=host_id(),
         handoff_endpoint=endpoint,
         layout_fingerprint=LAYOUT.fingerprint(),

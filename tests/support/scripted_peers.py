@@ -28,7 +28,7 @@ from common.transfer.shm import ShmBackend
 from common.transport.channels import HANDOFF
 from common.transport.sockets import Identity, RouterHub
 from common.worker.payload import pack_checksums, pack_ids
-from tests.support.running_worker import LAYOUT, MODEL, handoff_link, peer_info
+from tests.support.running_worker import LAYOUT, MODEL, NO_PROCESS, handoff_link, peer_info
 from tests.support.worker_harness import GATEWAY, Harness, expected
 
 M = TypeVar("M")
@@ -107,13 +107,16 @@ class ScriptedDecode:
 class ScriptedPrefill:
     """A prefill side that says nothing but what it is told to say."""
 
-    def __init__(self, harness: Harness, name: str, decode_endpoint: str) -> None:
+    def __init__(
+        self, harness: Harness, name: str, decode_endpoint: str, pid: int = NO_PROCESS
+    ) -> None:
         self.got: list[DecodeToPrefill] = []
         self.reserved_ids: tuple[int, ...] = ()
         self.name = name
         self._harness = harness
         self._identity = Identity(name, new_epoch())
-        self._info = peer_info(name, Role.PREFILL, self._identity, f"ipc://{harness.folder}/{name}")
+        endpoint = f"ipc://{harness.folder}/{name}"
+        self._info = peer_info(name, Role.PREFILL, self._identity, endpoint, pid=pid)
         self._link = handoff_link(harness.context, decode_endpoint, self._identity)
         self._pool = KVPool(8, LAYOUT.block_bytes)
         harness.introduce(self._info)
@@ -211,10 +214,10 @@ async def scripted_decode(harness: Harness, name: str = "decode") -> AsyncIterat
 
 @asynccontextmanager
 async def scripted_prefill(
-    harness: Harness, decode: str, name: str = "prefill"
+    harness: Harness, decode: str, name: str = "prefill", pid: int = NO_PROCESS
 ) -> AsyncIterator[ScriptedPrefill]:
     """Play a prefill side of a running decode worker as long as the block."""
-    prefill = ScriptedPrefill(harness, name, f"ipc://{harness.folder}/{decode}")
+    prefill = ScriptedPrefill(harness, name, f"ipc://{harness.folder}/{decode}", pid)
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(prefill.play())
         try:

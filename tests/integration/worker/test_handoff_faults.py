@@ -1,5 +1,7 @@
 """Handoffs that meet damage, silence and death: nothing leaks and every end has a name."""
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
@@ -267,6 +269,23 @@ async def test_the_death_of_a_prefill_side_frees_its_reservations(
             dropped = await cluster.heard("decode", RequestFinished, "r")
             assert dropped.was_cancelled
             await decode.idle()
+
+
+async def test_blocks_of_a_process_that_was_only_taken_for_dead_drain_until_it_is_gone(
+    tmp_path: Path,
+) -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        async with harness(tmp_path) as cluster:
+            decode = await cluster.start_worker("decode", Role.DECODE)
+            async with scripted_prefill(cluster, "decode", pid=process.pid) as prefill:
+                await _until_reserved(decode, prefill)
+                cluster.bury("prefill", "decode")
+                await prefill.hears(Abort)
+                assert decode.blocks.counts().in_transfer > 0, "it may still write"
+                process.kill()
+                process.wait()
+                await cluster.heard("decode", RequestFinished, "r")
+                await decode.idle()
 
 
 async def test_a_prefill_side_that_dies_while_its_commit_is_verified_is_not_needed(

@@ -3,7 +3,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from services.controller.processes import ProcessWatch
+from common.config.processes import ProcessWatch
 
 
 def write_stat(proc: Path, pid: int, state: str, start: int) -> None:

@@ -41,7 +41,7 @@ LOGITS = [1.0, 3.0, 2.5, 2.0, 0.0, -1.0]
         pytest.param(spec(), 1, id="greedy takes the largest"),
         pytest.param(spec(logit_bias={3: 1.5}), 3, id="a bias lifts a token"),
         pytest.param(spec(logit_bias={1: -100.0}), 2, id="a bias sinks a token"),
-        pytest.param(spec(logit_bias={99: 100.0, -7: 100.0}), 1, id="ids beyond are ignored"),
+        pytest.param(spec(logit_bias={99: 100.0}), 1, id="ids beyond are ignored"),
         pytest.param(spec(logit_bias={0: math.inf, 2: math.nan}), 1, id="no number is ignored"),
         pytest.param(spec(repetition_penalty=2.0, prompt=(1,)), 2, id="repetition sees the prompt"),
         pytest.param(spec(repetition_penalty=2.0, output=(1,)), 2, id="repetition sees the output"),
