@@ -16,9 +16,8 @@ from tests.support.conformance import (
     TEXT,
     Case,
     Tokens,
-    problems,
-    refusal_problems,
 )
+from tests.support.conformance_checks import problems, refusal_problems
 from tests.support.json_schema import schema_problems
 
 pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="session")]

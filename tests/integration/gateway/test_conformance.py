@@ -10,8 +10,10 @@ import httpx
 import pytest
 
 from common.sampling import SampledToken, SamplingParams
+from services.gateway.app import build_app
 from services.gateway.fake_backend import FakeBackend, FakeBehaviour
 from services.gateway.fields import HARMLESS, NEUTRAL_VALUES
+from services.gateway.http_settings import HttpSettings
 from services.gateway.schema import ChatRequest, TextRequest
 from tests.support.answers import Answer, events_of, gather_stream, read_whole
 from tests.support.conformance import (
@@ -22,9 +24,8 @@ from tests.support.conformance import (
     TEXT,
     Case,
     Tokens,
-    problems,
-    refusal_problems,
 )
+from tests.support.conformance_checks import problems, refusal_problems
 from tests.support.fake_backend import (
     END,
     MODEL_NAME,
@@ -84,8 +85,9 @@ def token_of(token_id: int, num_logprobs: int | None) -> SampledToken:
     return SampledToken(token_id, -3.0, top)
 
 
-async def document_of(client: httpx.AsyncClient) -> Json:
-    return (await client.get("/openapi.json")).json()
+@pytest.fixture(scope="module")
+def document(tiny_folder: Path) -> Json:
+    return json.loads(json.dumps(build_app(backend_of(tiny_folder), HttpSettings()).openapi()))
 
 
 async def streamed(
@@ -101,11 +103,12 @@ async def streamed(
 
 
 @pytest.mark.parametrize("case", ANSWERED, ids=str)
-async def test_a_case_is_answered_alike_whole_and_streamed(tiny_folder, tokens, case: Case):
+async def test_a_case_is_answered_alike_whole_and_streamed(
+    tiny_folder, tokens, document, case: Case
+):
     body = {"model": MODEL_NAME, **case.body(tokens)}
     request_schema, answer_schema, chunk_schema = SCHEMAS[case.path]
     async with asgi_client(backend_of(tiny_folder)) as client:
-        document = await document_of(client)
         response = await client.post(case.path, json=body)
         assert response.status_code == 200, response.text
         answer = read_whole(response.json(), "")
@@ -120,11 +123,10 @@ async def test_a_case_is_answered_alike_whole_and_streamed(tiny_folder, tokens, 
 
 
 @pytest.mark.parametrize("case", REFUSED, ids=str)
-async def test_a_case_is_refused_by_name(tiny_folder, tokens, case: Case):
+async def test_a_case_is_refused_by_name(tiny_folder, tokens, document, case: Case):
     body = {"model": MODEL_NAME, **case.body(tokens)}
     backend = backend_of(tiny_folder)
     async with asgi_client(backend) as client:
-        document = await document_of(client)
         response = await client.post(case.path, content=json.dumps(body))
     assert refusal_problems(case, response.status_code, response.json()) == []
     assert schema_problems(document, "Error", response.json()) == []
