@@ -6,17 +6,17 @@ sides take turns, and every figure is a median, because a shared machine is neve
 """
 
 import argparse
-import json
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM
 
+from benchmarks.report import Cell, write_results
 from common.engine.cpu_engine import CpuEngine
 from common.engine.dtype import TORCH_DTYPES, load_model_layout
 from common.engine.interface import SampleSpec, StepRow
@@ -54,6 +54,21 @@ class Figure:
     def is_met(self) -> bool:
         """Whether the ratio reaches the target."""
         return self.ratio >= self.target
+
+    def row(self) -> dict[str, Cell]:
+        """Return the figure as a row of results; tokens per second, shares of 1."""
+        share = {} if self.limit_share is None else {"limit_share": self.limit_share}
+        return {
+            "name": self.name,
+            "dtype": self.dtype,
+            "threads": self.threads,
+            "engine": self.engine,
+            "transformers": self.transformers,
+            "ratio": self.ratio,
+            "target": self.target,
+            "is_met": self.is_met,
+            **share,
+        }
 
     def line(self) -> str:
         """Return the figure as one line of text."""
@@ -192,10 +207,7 @@ def main(argv: list[str]) -> int:
         "--dtypes", nargs="+", choices=list(TORCH_DTYPES), default=list(TORCH_DTYPES)
     )
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--new-tokens", type=int, default=32)
-    parser.add_argument(
-        "--output", type=Path, default=Path(__file__).parent / "results" / "engine.json"
-    )
+    parser.add_argument("--new-tokens", type=int, default=24)
     options = parser.parse_args(argv)
     folder = options.model or ensure_default_model(report=lambda line: print(line, file=sys.stderr))
     figures = [
@@ -204,13 +216,8 @@ def main(argv: list[str]) -> int:
         for threads in options.threads
         for figure in compare(folder, dtype, threads, options.repeats, options.new_tokens)
     ]
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    report = {
-        "torch": torch.__version__,
-        "read_bytes_per_second": read_bandwidth(),
-        "figures": [{**asdict(f), "ratio": f.ratio, "is_met": f.is_met} for f in figures],
-    }
-    options.output.write_text(json.dumps(report, indent=2) + "\n")
+    path = write_results("engine", argv, [figure.row() for figure in figures])
+    print(f"written to {path}")
     return 0 if all(figure.is_met for figure in figures) else 1
 
 

@@ -179,6 +179,6 @@ class CpuKernels:
     def rms_norm(
         self, residual: int, delta: int, weight: int, out: int, rows: int, size: int, epsilon: float
     ) -> None:
-        """Add ``delta`` (where given) to ``residual`` in place, and write its RMSNorm to ``out``."""
+        """Add ``delta`` (where given) to ``residual`` in place; write its RMSNorm to ``out``."""
     def silu_mul(self, gate_up: int, out: int, rows: int, size: int) -> None:
         """Write silu(gate) * up of (rows, 2 * size) to ``out``, (rows, size)."""
