@@ -20,6 +20,7 @@ import argparse
 import json
 import os
 import random
+import signal
 import socket
 import subprocess
 import sys
@@ -178,7 +179,10 @@ def bare_ways(source: KVPool, peer: PeerPool, plain: socket.socket) -> dict[tupl
 
 @contextmanager
 def nixl_ways(python: str, way: str, tls: str | None) -> Iterator[dict[tuple[str, str], Write]]:
-    """Yield NIXL's ways between two processes of its own; ``tls`` limits its transports."""
+    """Yield NIXL's ways between two processes of its own; ``tls`` limits its transports.
+
+    Its threads poll without a rest, so both processes stand still while others have their turn.
+    """
     environment = {**os.environ, "UCX_LOG_LEVEL": "error", "NIXL_LOG_LEVEL": "ERROR"}
     if tls is not None:
         environment["UCX_TLS"] = tls
@@ -201,12 +205,20 @@ def nixl_ways(python: str, way: str, tls: str | None) -> Iterator[dict[tuple[str
         say(sides[1], told[0])
 
         def write(num_fragments: int) -> float:
-            say(sides[1], num_fragments)
-            seconds = next_answer(sides[1])
+            signal_all(sides, signal.SIGCONT)
+            for _ in range(2):  # the first one wakes its threads
+                say(sides[1], num_fragments)
+                seconds = next_answer(sides[1])
+            signal_all(sides, signal.SIGSTOP)
             assert isinstance(seconds, float), f"NIXL says {seconds}"
             return seconds
 
         yield {(way, case): partial(write, count) for case, count in CASES.items()}
+
+
+def signal_all(sides: list[subprocess.Popen[str]], number: signal.Signals) -> None:
+    for side in sides:
+        side.send_signal(number)
 
 
 def say(side: subprocess.Popen[str], value: object) -> None:
