@@ -11,6 +11,7 @@ BENCHMARKS = (
     "transfer_peers",
     "engine",
     "handoff_latency",
+    "gateway_load",
 )
 """Modules of this folder; each has ``main(argv) -> int``, which is 0 when its targets are met."""
 

@@ -3,7 +3,7 @@ import pytest
 from common.errors import ErrorCode, RequestError
 from common.sampling import FinishReason, SampledToken
 from services.gateway.backend import PromptDone, TokenDelta
-from services.gateway.pending import PendingEvents
+from services.gateway.pending import MAX_TOKENS_AT_ONCE, PendingEvents
 
 
 def delta(choice: int, *ids: int, reason: FinishReason | None = None) -> TokenDelta:
@@ -18,15 +18,19 @@ def test_a_delta_that_is_taken_at_once_is_passed_on_as_it_is():
     assert pending.pop() is None
 
 
-def test_what_nobody_takes_is_joined_to_one_delta_per_choice():
+def test_what_nobody_takes_is_joined_and_leaves_a_bounded_number_at_a_time():
     pending = PendingEvents()
     pending.add([PromptDone(3)])
-    for token_id in range(1000):
+    for token_id in range(300):
         pending.add([delta(1, token_id), delta(0, 2 * token_id)])
     pending.add([delta(1, reason=FinishReason.LENGTH)])
     assert pending.pop() == PromptDone(3)
-    assert pending.pop() == delta(1, *range(1000), reason=FinishReason.LENGTH)
-    assert pending.pop() == delta(0, *range(0, 2000, 2))
+    assert pending.pop() == delta(1, *range(MAX_TOKENS_AT_ONCE))
+    assert pending.pop() == delta(0, *range(0, 2 * MAX_TOKENS_AT_ONCE, 2))
+    last = delta(1, *range(MAX_TOKENS_AT_ONCE, 300), reason=FinishReason.LENGTH)
+    assert pending.pop() == last, "the other choices take turns, and the end comes at the end"
+    pending.add([delta(0, 7)])
+    assert pending.pop() == delta(0, *range(2 * MAX_TOKENS_AT_ONCE, 600, 2), 7)
     assert pending.pop() is None
 
 
