@@ -45,5 +45,9 @@ class Engine(Protocol):
         """Compute all rows in one pass and write their K and V into the pool.
 
         Returns the drawn tokens of each row, in the order of ``rows`` and of their ``samples``.
+
+        Raises ``common.engine.failure.RowsFailed`` when some rows have no tokens (their logits are
+        no numbers): it holds each row's outcome, and the K and V of all rows are written. ValueError
+        for a malformed row, before anything is computed.
         """
         ...
