@@ -21,10 +21,8 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -33,68 +31,20 @@ from pathlib import Path
 from statistics import median
 
 import numpy as np
-import structlog
 
 from benchmarks.report import Cell, print_table, write_results
-from common.ids import TransferId
-from common.kv.pool import KVPool, PeerPool
-from common.messages.fields import PoolHandle, TcpPoolHandle
+from common.kv.pool import PeerPool
+from common.transfer.bench_peer import STALL_SECONDS, bench_peer, filled_pool
 from common.transfer.shm import ShmBackend
 from common.transfer.tcp import TcpBackend
-from common.transfer.tcp_export import TcpExport
 
 ROOT = Path(__file__).parents[1]
 NUM_FRAGMENTS = 1024
 FRAGMENT_BYTES = 256 * 1024
 NUM_BYTES = NUM_FRAGMENTS * FRAGMENT_BYTES
-STALL_SECONDS = 20.0
-TRANSFER = TransferId("tr-benchmark")
 MIN_TCP_SHARE = 0.8
 CASES = {"one run": 1, "1024 fragments": NUM_FRAGMENTS}
 Write = Callable[[], float]
-
-
-# ---- the second process --------------------------------------------------------------------------
-
-
-def own_pool() -> None:
-    """Own a pool that may be written over shared memory, ``tcp`` and a plain socket."""
-    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
-    pool = filled_pool()
-    export = TcpExport(pool, STALL_SECONDS)
-    token = export.grant(TRANSFER, range(NUM_FRAGMENTS))
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        memory, network = pool.handle(), export.handle()
-        told = [
-            [memory.pid, memory.fd, memory.nonce.hex()],
-            [network.port, network.secret.hex(), token.hex()],
-            listener.getsockname()[1],
-        ]
-        print(json.dumps(told), flush=True)
-        plain, _ = listener.accept()
-    thread = threading.Thread(target=receive_plain, args=(plain, pool.buffer), daemon=True)
-    thread.start()
-    sys.stdin.read()
-    export.close()
-
-
-def receive_plain(sock: socket.socket, memory: memoryview) -> None:
-    """Fill the memory over and over, and say so each time."""
-    while True:
-        num_bytes = 0
-        while num_bytes < NUM_BYTES:
-            received = sock.recv_into(memory[num_bytes:NUM_BYTES])
-            if received == 0:
-                return
-            num_bytes += received
-        sock.sendall(b"\0")
-
-
-def filled_pool() -> KVPool:
-    pool = KVPool(NUM_FRAGMENTS, FRAGMENT_BYTES)
-    numbers = np.frombuffer(pool.buffer, dtype=np.uint64)
-    numbers[:] = np.random.default_rng(0).integers(0, 2**63, numbers.size, dtype=np.uint64)
-    return pool
 
 
 # ---- ways to write -------------------------------------------------------------------------------
@@ -123,58 +73,24 @@ def block_pairs(num_fragments: int) -> tuple[list[int], list[int]]:
 @contextmanager
 def our_ways() -> Iterator[dict[tuple[str, str], Write]]:
     """Yield the ways into a pool of a second process of ours, by (way, case)."""
-    with subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.transfer_peers", "--own-pool"],
-        cwd=ROOT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as owner:
-        assert owner.stdout is not None
-        memory, network, plain_port = json.loads(owner.stdout.readline())
-        sizes = {
-            "num_blocks": NUM_FRAGMENTS,
-            "block_bytes": FRAGMENT_BYTES,
-            "num_bytes": NUM_BYTES,
+    with bench_peer(NUM_FRAGMENTS, FRAGMENT_BYTES) as peer:
+        source = filled_pool(NUM_FRAGMENTS, FRAGMENT_BYTES)
+        mapped = PeerPool.open(peer.memory)
+        target = np.frombuffer(mapped.buffer, dtype=np.uint8)
+        own = np.frombuffer(source.buffer, dtype=np.uint8)
+        shm = ShmBackend(source).open_peer(peer.memory)
+        tcp = TcpBackend(source, STALL_SECONDS).open_peer(peer.network)
+        ways: dict[tuple[str, str], Write] = {
+            ("bare memcpy", "one run"): timed(lambda: np.copyto(target, own)),
+            ("bare stream", "one run"): timed(lambda: peer.stream(source.buffer)),
         }
-        mapped = PoolHandle(
-            kind="memfd", pid=memory[0], fd=memory[1], nonce=bytes.fromhex(memory[2]), **sizes
-        )
-        served = TcpPoolHandle(
-            kind="tcp",
-            host="127.0.0.1",
-            port=network[0],
-            secret=bytes.fromhex(network[1]),
-            **sizes,
-        )
-        token = bytes.fromhex(network[2])
-        source = filled_pool()
-        with socket.create_connection(("127.0.0.1", plain_port)) as plain:
-            shm, tcp = ShmBackend(source).open_peer(mapped), TcpBackend(source, STALL_SECONDS)
-            link = tcp.open_peer(served)
-            ways = bare_ways(source, PeerPool.open(mapped), plain)
-            for case, num_fragments in CASES.items():
-                pairs = block_pairs(num_fragments)
-                ways["shm", case] = timed(partial(shm.write, *pairs))
-                ways["tcp", case] = timed(partial(link.write, *pairs, token))
-            yield ways
-            link.close()
-            shm.close()
-        owner.communicate()
-
-
-def bare_ways(source: KVPool, peer: PeerPool, plain: socket.socket) -> dict[tuple[str, str], Write]:
-    target = np.frombuffer(peer.buffer, dtype=np.uint8)
-    own = np.frombuffer(source.buffer, dtype=np.uint8)
-
-    def stream() -> None:
-        plain.sendall(source.buffer)
-        assert plain.recv(1) == b"\0", "the second process is gone"
-
-    return {
-        ("bare memcpy", "one run"): timed(lambda: np.copyto(target, own)),
-        ("bare stream", "one run"): timed(stream),
-    }
+        for case, num_fragments in CASES.items():
+            pairs = block_pairs(num_fragments)
+            ways["shm", case] = timed(partial(shm.write, *pairs))
+            ways["tcp", case] = timed(partial(tcp.write, *pairs, peer.token))
+        yield ways
+        tcp.close()
+        shm.close()
 
 
 @contextmanager
@@ -267,9 +183,6 @@ def verdicts(medians: dict[tuple[str, str], float]) -> list[tuple[str, float, fl
 
 
 def main(argv: list[str]) -> int:
-    if argv == ["--own-pool"]:
-        own_pool()
-        return 0
     parser = argparse.ArgumentParser(prog="benchmarks.transfer_peers")
     parser.add_argument("--nixl", metavar="PYTHON", help="interpreter of an environment with NIXL")
     parser.add_argument("--turns", type=int, default=15, help="turns that count (15)")

@@ -28,7 +28,7 @@ from common.transfer.tcp_wire import TOKEN_BYTES
 from common.transfer.verify import checksum_blocks
 
 MAX_STREAMS = 4
-"""Streams to one peer; fewer on a machine with fewer cores."""
+"""Streams to one peer; fewer where that would be more than every second core."""
 MIN_SHARE_BYTES = 2 * 1024 * 1024
 """Less is not worth waking another thread."""
 WARM_BYTES = 1024 * 1024
@@ -81,7 +81,7 @@ class TcpLink:
             shares = _cut_shares(rows, self._num_shares(num_bytes), self._pool.block_bytes)
             streams = self._open_streams(len(shares))
             num_calls = sum(len(share.targets) for share in shares)
-            if len(shares) == 1:
+            if num_bytes < MIN_SHARE_BYTES and shares:
                 checksums = self._send_alone(streams[0], shares[0], token, pairs_src)
             else:
                 checksums = self._send_together(streams, shares, token, pairs_src)
@@ -255,7 +255,9 @@ class TcpBackend:
     ) -> None:
         self._pool = pool
         self._stall_seconds = stall_seconds
-        self._num_streams = num_streams or min(MAX_STREAMS, len(os.sched_getaffinity(0)))
+        self._num_streams = num_streams or min(
+            MAX_STREAMS, max(1, len(os.sched_getaffinity(0)) // 2)
+        )
 
     def open_peer(self, handle: PoolHandle | TcpPoolHandle) -> TcpLink:
         """Open and warm the streams; TransferError says what to check. Waits for the network."""
