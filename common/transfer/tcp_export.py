@@ -217,15 +217,14 @@ class _FrameReader:
 
 def _listen(host: str, advertised_host: str) -> socket.socket:
     try:
-        address = ip_address(host)
-    except ValueError as error:
-        raise ConfigError(f"cannot listen for KV data on {host}: {error}") from error
-    if address.is_unspecified and not advertised_host:
+        family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise ConfigError(f"cannot listen for KV data on {host}: {error.strerror}") from error
+    if ip_address(address[0]).is_unspecified and not advertised_host:
         raise ConfigError(f"peers cannot connect to {host}: say which address they should use")
-    family = socket.AF_INET6 if address.version == 6 else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
-        listener.bind((host, 0))
+        listener.bind(address)
         listener.listen(BACKLOG)
     except OSError as error:
         listener.close()

@@ -1,0 +1,88 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from common.errors import ConfigError
+from services.cli import bench_transfer
+from services.cli.bench_transfer import TransferBench
+from services.cli.terminal import out
+
+TINY = TransferBench("smollm2-135m", "64", "fresh,churned", "shm,tcp", 1)
+
+
+def test_only_what_was_wished_for_is_passed_on() -> None:
+    assert TransferBench().arguments() == []
+    assert TransferBench(tokens="64", turns=3).arguments() == ["--tokens", "64", "--turns", "3"]
+
+
+def test_every_combination_is_measured_shown_and_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = tmp_path / "rows.json"
+    bench_transfer.run(TINY, as_json=True, output=kept)
+    printed = capsys.readouterr()
+    rows = json.loads(printed.out)["rows"]
+    assert json.loads(kept.read_text())["rows"] == rows
+    assert [(row["pool"], row["transport"], row["limit"]) for row in rows] == [
+        ("fresh", "shm", "memcpy"),
+        ("fresh", "tcp", "plain stream"),
+        ("churned", "shm", "memcpy"),
+        ("churned", "tcp", "plain stream"),
+    ]
+    for row in rows:
+        assert (row["shape"], row["num_blocks"], row["num_bytes"]) == ("smollm2-135m", 1, 1474560)
+        assert row["gigabytes_per_second"] > 0
+        assert row["share_of_limit"] > 0
+    assert printed.err == "[1/1] smollm2-135m, 64 tokens\n"
+
+
+def test_the_table_names_every_column(capsys: pytest.CaptureFixture[str]) -> None:
+    row: bench_transfer.Row = {
+        "shape": "llama-8b",
+        "tokens": 1024,
+        "pool": "fresh",
+        "transport": "tcp",
+        "num_blocks": 16,
+        "num_bytes": 16 * 8 * 2**20,
+        "num_calls": 2,
+        "milliseconds": 50.25,
+        "gigabytes_per_second": 2.671,
+        "limit": "plain stream",
+        "limit_gigabytes_per_second": 3.1,
+        "share_of_limit": 0.8616,
+    }
+    out().print(bench_transfer._table([row]))
+    title, line = capsys.readouterr().out.splitlines()
+    assert "GB/s" in title
+    assert line.split() == (
+        [
+            "llama-8b",
+            "1024",
+            "fresh",
+            "tcp",
+            "128.0",
+            "2",
+            "50.25",
+            "2.67",
+            "3.10",
+            "0.86",
+            "plain",
+            "stream",
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    ("bench", "message"),
+    [
+        (TransferBench(shapes="gpt"), "unknown: gpt; there are smollm2-135m"),
+        (TransferBench(transports="rdma"), "unknown: rdma; there are shm, tcp"),
+        (TransferBench(tokens="12,x"), "12,x is no list"),
+    ],
+)
+def test_a_wish_that_cannot_be_measured_is_refused_by_name(
+    bench: TransferBench, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        bench_transfer.run(bench, as_json=False, output=None)
