@@ -85,6 +85,11 @@ def _read(path: Path) -> tuple[bytes, bytes | None]:
         raise ConfigError(f"{path}: not a key file: {error}") from error
 
 
+def shown_key(public: bytes) -> str:
+    """Return a public key as log lines and its own file show it."""
+    return str(z85.encode(public).decode())
+
+
 def with_key(endpoint: str, public: bytes) -> str:
     """Return a TCP endpoint that names its binder's key."""
     return f"{endpoint}?key={public.hex()}"

@@ -24,6 +24,7 @@ from common.transport.security import (
     Keys,
     secure_binder,
     secure_connector,
+    shown_key,
     split_key,
     with_key,
 )
@@ -33,6 +34,11 @@ MAX_BURST = 64
 RECONNECT_MIN_MILLISECONDS = 20
 RECONNECT_MAX_MILLISECONDS = 500
 MAX_IPC_PATH_BYTES = 107
+PING_MILLISECONDS = 1000
+MAX_SILENCE_MILLISECONDS = 4000
+"""On TCP a peer that answers no ping so long is connected to anew: the kernel alone would notice a
+cut link after many minutes, and use a mended one again only after as long as it was cut."""
+MAX_CONNECT_MILLISECONDS = 2000
 TELL_AGAIN_SECONDS = 5.0
 """How often a connection that keeps failing is told of."""
 
@@ -113,6 +119,7 @@ class _Wire:
     def __init__(self, context: Context, kind: int, channel: Channel) -> None:
         self.socket: zmq.Socket[bytes] = context.zmq.socket(kind)
         self._monitor: zmq.Socket[bytes] | None = None
+        self._keys_told: dict[str, str] = {}
         self._tell_again_at = 0.0
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.setsockopt(zmq.SNDHWM, channel.high_water_mark)
@@ -162,8 +169,16 @@ class _Wire:
                 self._read_monitor()
         return []
 
-    def watch_handshakes(self) -> None:
-        """Log, from now on, why a secured connection does not come about."""
+    def end_when_silent(self) -> None:
+        """Give up, from now on, connections whose other end is not heard from any more."""
+        self.socket.setsockopt(zmq.HEARTBEAT_IVL, PING_MILLISECONDS)
+        self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, MAX_SILENCE_MILLISECONDS)
+        self.socket.setsockopt(zmq.HANDSHAKE_IVL, MAX_SILENCE_MILLISECONDS)
+        self.socket.setsockopt(zmq.CONNECT_TIMEOUT, MAX_CONNECT_MILLISECONDS)
+
+    def watch_handshakes(self, our_key: bytes, its_key: bytes) -> None:
+        """Log, from now on, why a secured connection does not come about, and with which keys."""
+        self._keys_told = {"our_key": shown_key(our_key), "its_key": shown_key(its_key)}
         self._monitor = self.socket.get_monitor_socket(_WATCHED)
 
     def _read_monitor(self) -> None:
@@ -174,7 +189,8 @@ class _Wire:
             reason = HANDSHAKE_FAILURES[zmq.Event(event["event"])]
             if self._loop.time() >= self._tell_again_at:
                 self._tell_again_at = self._loop.time() + TELL_AGAIN_SECONDS
-                log.error("handshake_refused", endpoint=event["endpoint"].decode(), reason=reason)
+                endpoint = event["endpoint"].decode()
+                log.error("handshake_refused", endpoint=endpoint, reason=reason, **self._keys_told)
 
     def close(self, linger_seconds: float = 0.0) -> None:
         if not self.socket.closed:
@@ -212,7 +228,8 @@ class DealerLink(Generic[Out, In]):
         self._wire.socket.setsockopt(zmq.ROUTING_ID, routing_id(identity.name, identity.epoch))
         if key is not None and keys is not None:
             secure_connector(self._wire.socket, keys, key)
-            self._wire.watch_handshakes()
+            self._wire.end_when_silent()
+            self._wire.watch_handshakes(keys.public, key)
         self._wire.socket.connect(address)
 
     def try_send(self, message: Out, cause: str, payload: tuple[bytes, ...] = ()) -> bool:
@@ -264,6 +281,7 @@ class RouterHub(Generic[Out, In]):
         self._wire.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         if keys is not None:
             secure_binder(self._wire.socket, keys)
+            self._wire.end_when_silent()
         try:
             self._wire.socket.bind(endpoint)
         except zmq.ZMQError as error:

@@ -25,6 +25,7 @@ from common.transport.security import (
     Keys,
     make_keys,
     read_public_key,
+    shown_key,
     split_key,
     with_key,
 )
@@ -113,11 +114,15 @@ async def test_a_wrong_key_is_never_answered_and_the_log_says_which(
             assert not any(task.done() for task in receiving), "somebody got a message"
             for task in receiving:
                 task.cancel()
-    reasons = [log["reason"] for log in logs if log["event"] == "handshake_refused"]
+    refused = [log for log in logs if log["event"] == "handshake_refused"]
     expected = "let our key in" if wrong == "client's" else "its key may be another one"
-    assert any(expected in reason for reason in reasons), reasons
+    assert any(expected in log["reason"] for log in refused), refused
     if wrong == "client's":
-        assert any(log["event"] == "key_rejected" for log in logs), "the binder names the key"
+        rejected = [log["key"] for log in logs if log["event"] == "key_rejected"]
+        assert set(rejected) == {shown_key(stranger.public)}, "the binder names the key"
+        assert refused[0]["our_key"] == rejected[0]
+    else:
+        assert refused[0]["its_key"] == shown_key(stranger.public)
 
 
 async def test_tcp_without_keys_is_refused_on_both_sides(
