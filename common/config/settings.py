@@ -280,6 +280,30 @@ class Settings(BaseSettings):
         return 1 if self.combined else self.prefill + self.decode
 
     @property
+    def process_names(self) -> tuple[str, ...]:
+        """Every process of the cluster by its id: controller, gateways, workers."""
+        workers = (
+            ["combined-0"]
+            if self.combined
+            else [
+                f"{role}-{number}"
+                for role, count in (("prefill", self.prefill), ("decode", self.decode))
+                for number in range(count)
+            ]
+        )
+        gateways = [f"gateway-{number}" for number in range(self.gateways)]
+        return ("controller", *gateways, *workers)
+
+    def metrics_port(self, process_id: str) -> int | None:
+        """Return the loopback port of a process's metrics; None when none is asked for.
+
+        A process that is not among ``process_names`` has none.
+        """
+        if not self.metrics_port_base or process_id not in self.process_names:
+            return None
+        return self.metrics_port_base + self.process_names.index(process_id)
+
+    @property
     def num_threads(self) -> int:
         """Compute threads of one worker, at least 1."""
         return self.threads or max(1, len(os.sched_getaffinity(0)) // self.num_workers)

@@ -63,8 +63,18 @@ from common.worker.setup import HandoffSetup
 log = structlog.get_logger()
 
 Connect = Callable[[str], DealerLink[PrefillToDecode, DecodeToPrefill]]
-OnEnded = Callable[[RequestId, WorkerId, Outcome], None]
 
+
+@dataclass(frozen=True, slots=True)
+class TransferTotals:
+    """What one handoff moved: bytes, contiguous copies, and the time in writes."""
+
+    num_bytes: int
+    num_calls: int
+    seconds: float
+
+
+OnEnded = Callable[[RequestId, WorkerId, Outcome, TransferTotals], None]
 
 PAIRING_SECONDS = 30.0
 """How long a decode side may take to answer, and its pool to be mapped."""
@@ -455,4 +465,5 @@ class OutboundHandoffs:
             num_calls=transfer.num_calls,
             write_seconds=round(transfer.write_seconds, 6),
         )
-        self._on_ended(transfer.request.request_id, transfer.peer.info.worker_id, outcome)
+        totals = TransferTotals(transfer.num_bytes, transfer.num_calls, transfer.write_seconds)
+        self._on_ended(transfer.request.request_id, transfer.peer.info.worker_id, outcome, totals)

@@ -32,6 +32,7 @@ from common.messages.tokens import WorkerToGateway
 from common.models.config import ModelConfig
 from common.models.default_model import ensure_default_model
 from common.scheduler.local import LocalScheduler, SchedulerLimits
+from common.telemetry.exposition import metrics_served
 from common.telemetry.logging import configure_logging
 from common.transfer.local import LocalBackend
 from common.transport.addresses import controller_endpoint, load_keys
@@ -251,22 +252,23 @@ class _Incarnation:
             worker.on_handoff_ended,
         )
         worker.attach(control, emitter, inbound, outbound)
-        try:
-            tasks.create_task(control.receive(), name="control")
-            tasks.create_task(control.beat(), name="heartbeat")
-            tasks.create_task(inbound.serve(), name="handoff")
-            tasks.create_task(worker.run_steps(), name="steps")
-            tasks.create_task(worker.tick(), name="tick")
-            await self._stop.wait()
-            await worker.drain(settings.drain_seconds)
-            worker.abandon(ErrorCode.SHUTTING_DOWN, f"{self._id} shut down")
-            control.leave("shut down")
-            emitter.close(LAST_WORDS_SECONDS)
-            raise _Stopped
-        finally:
-            link.close(LAST_WORDS_SECONDS)
-            outbound.close()
-            hub.close()
+        with metrics_served(worker.metrics.registry, settings.metrics_port(self._id)):
+            try:
+                tasks.create_task(control.receive(), name="control")
+                tasks.create_task(control.beat(), name="heartbeat")
+                tasks.create_task(inbound.serve(), name="handoff")
+                tasks.create_task(worker.run_steps(), name="steps")
+                tasks.create_task(worker.tick(), name="tick")
+                await self._stop.wait()
+                await worker.drain(settings.drain_seconds)
+                worker.abandon(ErrorCode.SHUTTING_DOWN, f"{self._id} shut down")
+                control.leave("shut down")
+                emitter.close(LAST_WORDS_SECONDS)
+                raise _Stopped
+            finally:
+                link.close(LAST_WORDS_SECONDS)
+                outbound.close()
+                hub.close()
 
     def _hello(self, endpoint: str, transports: tuple[str, ...]) -> WorkerHello:
         machine = self._machine

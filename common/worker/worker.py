@@ -65,11 +65,13 @@ from common.scheduler.effects import (
 )
 from common.scheduler.local import LocalScheduler, RowFailed, RowResult, StepPlan
 from common.scheduler.request import NewRequest, RequestPhase
+from common.telemetry.metrics import WorkerMetrics
 from common.transfer.backend import PeerLink
 from common.worker.control import ControlLink, Order
 from common.worker.emitter import TokenEmitter
 from common.worker.inbound import MAX_TOKEN_ID, InboundHandoffs, TakenOver
-from common.worker.outbound import OutboundHandoffs
+from common.worker.measures import note_handoff_end, take_heartbeat
+from common.worker.outbound import OutboundHandoffs, TransferTotals
 from common.worker.payload import unpack_ids
 from common.worker.stepping import step_rows
 
@@ -84,6 +86,7 @@ class _Route:
     """Where a request is to be decoded, and what its handoff will need when it can begin."""
 
     decode: PeerInfo | None
+    received_at: float
     computed: PromptComputed | None = None
     computed_at: float = 0.0
 
@@ -108,6 +111,7 @@ class HybridWorker:
         self._scheduler = scheduler
         self._own_pool = own_pool
         self._lease_seconds = lease_seconds
+        self.metrics = WorkerMetrics()
         self._routes: dict[RequestId, _Route] = {}
         self._wake = asyncio.Event()
         self._role: Role | None = None
@@ -164,6 +168,7 @@ class HybridWorker:
             return
         refusal = self.why_refuse()
         if refusal is not None:
+            self.metrics.refusals.labels(refusal[0]).inc()
             failed = RequestFailed(request_id=request_id, code=refusal[0], message=refusal[1])
             self._control.send(failed, request_id)
             return
@@ -177,7 +182,7 @@ class HybridWorker:
             return
         # A request of one token ends with its prefill and needs no decode side.
         is_remote = order.decode is not None and order.params.max_tokens > 1
-        self._routes[request_id] = _Route(order.decode)
+        self._routes[request_id] = _Route(order.decode, monotonic())
         self._emitter.open(order.gateway_id, order.tokens_endpoint)
         log.info(
             "request_received",
@@ -236,9 +241,7 @@ class HybridWorker:
                 log.info(
                     "prefill_started", request_id=request_id, num_cached_tokens=num_cached_tokens
                 )
-                request = self._scheduler.find(request_id)
-                if request is not None and request.is_remote:
-                    self._begin_handoff(request_id)
+                self._prefill_started(request_id, num_cached_tokens)
             case PromptProgressed(request_id, num_blocks):
                 self._outbound.progress(request_id, num_blocks)
             case PromptComputed(request_id):
@@ -250,6 +253,7 @@ class HybridWorker:
             case StopHandoff(request_id, reason):
                 self._outbound.stop(request_id, reason)
             case Preempted(request_id, choice, num_tokens):
+                self.metrics.preemptions.inc()
                 log.info("preempted", request_id=request_id, choice=choice, num_tokens=num_tokens)
             case RequestEnded(request_id, was_cancelled):
                 self._routes.pop(request_id, None)
@@ -259,6 +263,7 @@ class HybridWorker:
             case RequestBroke(request_id, gateway_id, code, message):
                 self._routes.pop(request_id, None)
                 log.error("request_failed", request_id=request_id, code=code, reason=message)
+                self.metrics.failures.labels(code).inc()
                 self._emitter.fail(gateway_id, request_id, code, message)
                 failed = RequestFailed(request_id=request_id, code=code, message=message[:4096])
                 self._control.send(failed, request_id)
@@ -267,6 +272,18 @@ class HybridWorker:
 
     def _break(self, request_id: RequestId, code: ErrorCode, message: str) -> None:
         self.execute(self._scheduler.fail(request_id, code, message))
+
+    def _prefill_started(self, request_id: RequestId, num_cached_tokens: int) -> None:
+        request = self._scheduler.find(request_id)
+        if request is None:
+            return
+        self.metrics.prefix_queries.inc(len(request.new.prompt))
+        self.metrics.prefix_hits.inc(num_cached_tokens)
+        route = self._routes.get(request_id)
+        if route is not None:
+            self.metrics.queue_seconds.observe(monotonic() - route.received_at)
+        if request.is_remote:
+            self._begin_handoff(request_id)
 
     # ---- handoffs --------------------------------------------------------------------------------
 
@@ -304,10 +321,15 @@ class HybridWorker:
         self._outbound.finish(request_id, finished)
 
     def on_handoff_ended(
-        self, request_id: RequestId, decode_worker: WorkerId, outcome: Outcome
+        self,
+        request_id: RequestId,
+        decode_worker: WorkerId,
+        outcome: Outcome,
+        totals: TransferTotals,
     ) -> None:
         """Draw the consequence of a handoff that ended on the prefill side."""
         was_accepted = isinstance(outcome, HandedOver)
+        note_handoff_end(self.metrics, outcome, totals)
         self.execute(self._scheduler.close_handoff(request_id, was_accepted=was_accepted))
         request = self._scheduler.find(request_id)
         if was_accepted:
@@ -352,6 +374,7 @@ class HybridWorker:
     def on_taken_over(self, taken: TakenOver) -> None:
         """Decode a request whose KV arrived and is right."""
         request_id = taken.new.request_id
+        self.metrics.handoff_seconds.observe(taken.seconds_since_prefill)
         if not taken.first_tokens:
             # Every choice was cancelled on its way; the request is ours all the same.
             self._control.send(DecodeStarted(request_id=request_id), request_id)
@@ -399,7 +422,9 @@ class HybridWorker:
                 await self._wake.wait()
                 continue
             self._is_idle_checked = False
-            results = await self._execute_step(plan)
+            self.metrics.step_tokens.observe(sum(row.num_tokens for row in plan.rows))
+            with self.metrics.step_seconds.time():
+                results = await self._execute_step(plan)
             self.execute(self._scheduler.finish_step(plan, results))
 
     async def _execute_step(self, plan: StepPlan) -> Sequence[RowResult]:
@@ -445,12 +470,14 @@ class HybridWorker:
         load = self._scheduler.load(
             num_sending=self._outbound.num_open, num_receiving=self._inbound.num_open
         )
-        return Heartbeat(
+        beat = Heartbeat(
             kv=self._blocks.counts(),
             load=load,
             is_draining=self._is_draining,
             is_quarantined=self._is_quarantined,
         )
+        take_heartbeat(self.metrics, beat)
+        return beat
 
     # ---- the end ---------------------------------------------------------------------------------
 

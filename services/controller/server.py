@@ -16,8 +16,13 @@ from common.messages.control import (
     ControllerToGateway,
     ControllerToWorker,
     GatewayToController,
+    RequestFailed,
+    RequestPlaced,
+    RequestRefused,
     WorkerToController,
 )
+from common.telemetry.exposition import metrics_served
+from common.telemetry.metrics import ControllerMetrics
 from common.transport.addresses import load_keys
 from common.transport.channels import ADMIN, CONTROL
 from common.transport.sockets import Identity, RouterHub, new_context
@@ -33,6 +38,7 @@ from services.controller.effects import (
     ToPeer,
 )
 from services.controller.limits import ControllerLimits
+from services.controller.snapshot import take_snapshot
 from services.controller.status import status_report
 
 TICK_SECONDS = 0.1
@@ -48,6 +54,8 @@ class ControllerServer:
 
     def __init__(self, settings: Settings, host: str) -> None:
         self.core = ControllerCore(ControllerLimits.of(settings), host, time.monotonic())
+        self.metrics = ControllerMetrics()
+        self._metrics_port = settings.metrics_port("controller")
         self._watch = ProcessWatch()
         self._stopped = asyncio.Event()
         self._context = new_context(load_keys(settings))
@@ -77,16 +85,20 @@ class ControllerServer:
         """Work until ``stop``; then close the sockets and remove their files."""
         log.info("controller_started", cause="start")
         try:
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._receive_control())
-                tasks.create_task(self._receive_admin())
-                tasks.create_task(self._tick())
-                await self._stopped.wait()
-                self._close()
+            with metrics_served(self.metrics.registry, self._metrics_port):
+                await self._serve()
         finally:
             self._close()
             self._context.destroy(linger=0)
             log.info("controller_stopped", cause="stop")
+
+    async def _serve(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._receive_control())
+            tasks.create_task(self._receive_admin())
+            tasks.create_task(self._tick())
+            await self._stopped.wait()
+            self._close()
 
     def _close(self) -> None:
         self._control.close()
@@ -116,6 +128,8 @@ class ControllerServer:
         while not self._stopped.is_set():
             gone = self._watch.gone_of(self.core.members.local_pids())
             self._handle(Tick(gone))
+            if self._metrics_port is not None:
+                take_snapshot(self.metrics, status_report(self.core, time.monotonic()))
             try:
                 async with asyncio.timeout(TICK_SECONDS):
                     await self._stopped.wait()
@@ -131,8 +145,20 @@ class ControllerServer:
                     case Note():
                         _write(effect)
                     case Send(peer, message, cause, payload):
+                        self._count(message)
                         if not self._control.try_send(peer, message, cause, payload):
                             events.append(SendFailed(effect))
+
+    def _count(self, message: ToPeer) -> None:
+        match message:
+            case RequestPlaced():
+                self.metrics.placements.inc()
+            case RequestRefused():
+                self.metrics.refusals.labels(message.code).inc()
+            case RequestFailed():
+                self.metrics.failures.labels(message.code).inc()
+            case _:
+                return
 
 
 def _write(note: Note) -> None:

@@ -19,6 +19,7 @@ from common.errors import ConfigError
 from common.ids import GatewayId, new_epoch
 from common.messages.control import GatewayHello
 from common.models.config import ModelConfig
+from common.telemetry.exposition import metrics_served
 from common.telemetry.logging import configure_logging
 from common.transport.addresses import controller_endpoint, load_keys
 from common.transport.sockets import new_context
@@ -121,11 +122,13 @@ async def _serve(settings: Settings, gateway_id: GatewayId) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, _stop, server)
     log.info("gateway_listening", url=url, model=model.name)
+    registry = app.state.metrics.registry
     try:
-        async with asyncio.TaskGroup() as tasks:
-            channels = tasks.create_task(backend.run(), name="cluster")
-            await server.serve(sockets=[listener])
-            channels.cancel()
+        with metrics_served(registry, settings.metrics_port(gateway_id)):
+            async with asyncio.TaskGroup() as tasks:
+                channels = tasks.create_task(backend.run(), name="cluster")
+                await server.serve(sockets=[listener])
+                channels.cancel()
     finally:
         backend.close(LAST_WORDS_SECONDS)
         listener.close()

@@ -52,6 +52,7 @@ def build_app(backend: Backend, settings: HttpSettings) -> FastAPI:
         redoc_url=None,
         redirect_slashes=False,
     )
+    app.state.metrics = metrics
     # The last one added is the outermost.
     app.add_middleware(HeadAsGet)
     if settings.api_keys:

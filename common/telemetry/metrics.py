@@ -1,0 +1,227 @@
+"""Metrics of workers and of the controller, in Prometheus form; the gateway has its own.
+
+``docs/metrics.md`` is made from the registries. Counters and histograms are moved where the thing
+happens, gauges are set with each heartbeat (worker) or tick (controller).
+"""
+
+from collections.abc import Mapping
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+_SHORT_BUCKETS = (
+    *(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05),
+    *(0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0),
+)
+_QUEUE_BUCKETS = (
+    *(0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0),
+    *(20.0, 40.0, 80.0, 160.0),
+)
+_TOKEN_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+_CALL_BUCKETS = (1, 2, 3, 4, 5, 8, 12, 16, 32, 64, 128, 256, 512, 1024)
+
+
+class WorkerMetrics:
+    """One worker incarnation's metrics, in a registry of their own."""
+
+    def __init__(self) -> None:
+        registry = self.registry = CollectorRegistry()
+        self.running = Gauge(
+            "flowpath_num_requests_running",
+            "Requests that prefill or decode here.",
+            registry=registry,
+        )
+        self.waiting = Gauge(
+            "flowpath_num_requests_waiting",
+            "Requests that wait here for their prefill to start.",
+            registry=registry,
+        )
+        self.transferring = Gauge(
+            "flowpath_num_requests_transferring",
+            "Handoffs that are open, by direction (sending, receiving).",
+            ("direction",),
+            registry=registry,
+        )
+        self.kv_blocks = Gauge(
+            "flowpath_kv_blocks",
+            "KV blocks by owner (free, referenced, cached, in_transfer); they sum to the pool.",
+            ("owner",),
+            registry=registry,
+        )
+        self.kv_usage = Gauge(
+            "flowpath_kv_usage_ratio",
+            "Share of the pool that requests and transfers hold; cached blocks count as free.",
+            registry=registry,
+        )
+        self.kv_fragmentation = Gauge(
+            "flowpath_kv_fragmentation_ratio",
+            "1 - longest run of adjacent free blocks / free blocks.",
+            registry=registry,
+        )
+        self.prefix_queries = Counter(
+            "flowpath_prefix_cache_queries_tokens",
+            "Prompt tokens that the prefix cache was asked for.",
+            registry=registry,
+        )
+        self.prefix_hits = Counter(
+            "flowpath_prefix_cache_hits_tokens",
+            "Prompt tokens whose KV the prefix cache held.",
+            registry=registry,
+        )
+        self.transfers = Counter(
+            "flowpath_transfers", "Handoffs whose KV was accepted by the peer.", registry=registry
+        )
+        self.transfer_bytes = Counter(
+            "flowpath_transfer_bytes",
+            "KV bytes written into peers' pools, also of handoffs that failed.",
+            registry=registry,
+        )
+        self.transfer_calls = Histogram(
+            "flowpath_transfer_calls",
+            "Contiguous copies of one handoff.",
+            buckets=_CALL_BUCKETS,
+            registry=registry,
+        )
+        self.transfer_seconds = Histogram(
+            "flowpath_transfer_seconds",
+            "Time in writes of one handoff.",
+            buckets=_SHORT_BUCKETS,
+            registry=registry,
+        )
+        self.transfer_failures = Counter(
+            "flowpath_transfer_failures",
+            "Handoffs that this prefill side began and that were not accepted, by reason.",
+            ("reason",),
+            registry=registry,
+        )
+        self.handoff_seconds = Histogram(
+            "flowpath_handoff_seconds",
+            "From the end of a prefill until this decode side may start.",
+            buckets=_SHORT_BUCKETS,
+            registry=registry,
+        )
+        self.queue_seconds = Histogram(
+            "flowpath_request_queue_time_seconds",
+            "From a request's arrival here until its prefill starts.",
+            buckets=_QUEUE_BUCKETS,
+            registry=registry,
+        )
+        self.step_seconds = Histogram(
+            "flowpath_engine_step_seconds",
+            "Time of one engine step.",
+            buckets=_SHORT_BUCKETS,
+            registry=registry,
+        )
+        self.step_tokens = Histogram(
+            "flowpath_engine_step_tokens",
+            "Tokens that one engine step computes, prompts and outputs together.",
+            buckets=_TOKEN_BUCKETS,
+            registry=registry,
+        )
+        self.preemptions = Counter(
+            "flowpath_preemptions",
+            "Sequences that gave their blocks up and are computed again.",
+            registry=registry,
+        )
+        self.refusals = Counter(
+            "flowpath_requests_refused",
+            "Requests that were not taken in here, by reason.",
+            ("reason",),
+            registry=registry,
+        )
+        self.failures = Counter(
+            "flowpath_requests_failed",
+            "Requests that ended with an error here, by reason.",
+            ("reason",),
+            registry=registry,
+        )
+
+    def set_load(
+        self, *, num_running: int, num_waiting: int, num_sending: int, num_receiving: int
+    ) -> None:
+        """Take a heartbeat's counts of requests."""
+        self.running.set(num_running)
+        self.waiting.set(num_waiting)
+        self.transferring.labels("sending").set(num_sending)
+        self.transferring.labels("receiving").set(num_receiving)
+
+    def set_kv(self, owners: Mapping[str, int], largest_free_run: int) -> None:
+        """Take a heartbeat's counts of blocks: ``owners`` sum to the pool and name ``free``."""
+        for owner, count in owners.items():
+            self.kv_blocks.labels(owner).set(count)
+        total, free = sum(owners.values()), owners["free"]
+        held = total - free - owners.get("cached", 0)
+        self.kv_usage.set(held / total if total else 0.0)
+        self.kv_fragmentation.set(1 - largest_free_run / free if free else 0.0)
+
+    def note_transfer(
+        self, failure: str | None, *, num_bytes: int, num_calls: int, seconds: float
+    ) -> None:
+        """Count one handoff of this prefill side at its end; ``failure`` is why it failed."""
+        self.transfer_bytes.inc(num_bytes)
+        if failure is not None:
+            self.transfer_failures.labels(failure).inc()
+            return
+        self.transfers.inc()
+        self.transfer_calls.observe(num_calls)
+        self.transfer_seconds.observe(seconds)
+
+
+class ControllerMetrics:
+    """The controller's metrics, in a registry of their own; the cluster in one scrape."""
+
+    def __init__(self) -> None:
+        registry = self.registry = CollectorRegistry()
+        self.requests = Gauge(
+            "flowpath_cluster_num_requests",
+            "Requests that the controller knows and that have not ended.",
+            registry=registry,
+        )
+        self.is_ready = Gauge(
+            "flowpath_cluster_ready",
+            "1 while requests can be served, else 0.",
+            registry=registry,
+        )
+        self.gateways = Gauge(
+            "flowpath_cluster_num_gateways", "Registered gateways.", registry=registry
+        )
+        self.workers = Gauge(
+            "flowpath_cluster_num_workers",
+            "Registered workers, by role and state.",
+            ("role", "state"),
+            registry=registry,
+        )
+        self.worker_kv_blocks = Gauge(
+            "flowpath_cluster_kv_blocks",
+            "KV blocks of each worker as its last heartbeat told them, by owner.",
+            ("worker", "owner"),
+            registry=registry,
+        )
+        self.worker_requests = Gauge(
+            "flowpath_cluster_worker_requests",
+            "Requests of each worker as its last heartbeat told them, by state.",
+            ("worker", "state"),
+            registry=registry,
+        )
+        self.placements = Counter(
+            "flowpath_cluster_placements",
+            "Requests placed, again too.",
+            registry=registry,
+        )
+        self.refusals = Counter(
+            "flowpath_cluster_requests_refused",
+            "Requests that the controller refused, by reason.",
+            ("reason",),
+            registry=registry,
+        )
+        self.failures = Counter(
+            "flowpath_cluster_requests_failed",
+            "Requests whose gateway was told that they failed, by reason.",
+            ("reason",),
+            registry=registry,
+        )
+
+    def begin_snapshot(self) -> None:
+        """Forget the workers of the last tick: one that left is in no gauge any more."""
+        self.workers.clear()
+        self.worker_kv_blocks.clear()
+        self.worker_requests.clear()
