@@ -28,8 +28,10 @@ from common.messages.codec import (
     PROTOCOL_VERSION,
 )
 from common.sampling import SampledToken, SamplingParams
+from common.telemetry.metrics import ControllerMetrics, WorkerMetrics, registered_metrics
 from common.transport.channels import CHANNELS
 from services.controller.request_machine import REQUEST_TABLE
+from services.gateway.metrics import GatewayMetrics
 
 FOLDER = Path(__file__).parent
 NOTICE = "<!-- Written by `python -m docs.generate`; edit the code, not this page. -->"
@@ -51,6 +53,14 @@ SETTINGS_INTRO = (
     "prints what is in effect and where each value comes from. A file's keys are the names "
     "below; an unknown one is refused. A size is bytes, or a number with `KB`, `MB`, `GB` "
     "(decimal) or `KiB`, `MiB`, `GiB` (binary)."
+)
+METRICS_INTRO = (
+    "Prometheus' text format. A gateway serves its metrics at `/metrics` of the HTTP port; several "
+    "gateways share that port, and a scrape reaches any of them. With "
+    "`FLOWPATH_METRICS_PORT_BASE` set, every process serves its own metrics on a loopback port: "
+    "the controller on the base, then the gateways, prefill workers and decode workers in the "
+    "order of their numbers. By default no process listens for scrapes. A histogram has the "
+    "samples `_bucket`, `_sum` and `_count`; times are in seconds."
 )
 MACHINES_INTRO = (
     "Each cell of a table is decided: the phases an event may lead to; *ignored*, with the "
@@ -191,8 +201,25 @@ def machines_page() -> str:
     return "\n".join(lines) + "\n"
 
 
+def metrics_page() -> str:
+    """Every metric of every program."""
+    lines = ["# Metrics", "", NOTICE, "", METRICS_INTRO]
+    for title, registry in (
+        ("Gateway", GatewayMetrics().registry),
+        ("Worker", WorkerMetrics().registry),
+        ("Controller", ControllerMetrics().registry),
+    ):
+        lines += ["", f"## {title}", "", *_row("metric", "type", "labels", "meaning")]
+        lines += _row("---", "---", "---", "---")
+        for metric in registered_metrics(registry):
+            labels = ", ".join(f"`{label}`" for label in metric.labels)
+            lines += _row(f"`{metric.name}`", metric.kind, labels, metric.meaning)
+    return "\n".join(lines) + "\n"
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "protocol.md": protocol_page,
+    "metrics.md": metrics_page,
     "settings.md": settings_page,
     "state-machines.md": machines_page,
 }

@@ -5,8 +5,10 @@ happens, gauges are set with each heartbeat (worker) or tick (controller).
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.metrics import MetricWrapperBase
 
 _SHORT_BUCKETS = (
     *(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05),
@@ -225,3 +227,26 @@ class ControllerMetrics:
         self.workers.clear()
         self.worker_kv_blocks.clear()
         self.worker_requests.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class RegisteredMetric:
+    """One metric as a scrape names it."""
+
+    name: str
+    kind: str
+    labels: tuple[str, ...]
+    meaning: str
+
+
+def registered_metrics(registry: CollectorRegistry) -> list[RegisteredMetric]:
+    """Return the metrics of a registry in the order of their registration."""
+    found = []
+    for collector in registry._collector_to_names:  # noqa: SLF001 - it has no public listing
+        assert isinstance(collector, MetricWrapperBase), "every metric is made by this client"
+        for family in collector.describe():
+            suffix = "_total" if family.type == "counter" else ""
+            labels = tuple(collector._labelnames)  # noqa: SLF001 - nor have its labels
+            name = f"{family.name}{suffix}"
+            found.append(RegisteredMetric(name, family.type, labels, family.documentation))
+    return found

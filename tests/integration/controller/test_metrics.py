@@ -1,0 +1,115 @@
+"""The controller's metrics, scraped from its loopback port while peers come, ask and leave."""
+
+import asyncio
+import os
+import urllib.request
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from common.config.settings import Settings
+from common.errors import ErrorCode
+from common.messages.control import (
+    GatewayAccepted,
+    Goodbye,
+    HeartbeatAnswered,
+    PlaceRequest,
+    RequestFailed,
+    RequestPlaced,
+    RequestRefused,
+    WorkerAccepted,
+)
+from common.messages.fields import Role
+from services.cli.supervisor.prepare import claim_port
+from tests.integration.controller.test_server import as_gateway, as_worker, controller
+from tests.unit.controller.cluster import gateway_hello, heartbeat, submit, worker_hello
+
+DEADLINE_SECONDS = 10.0
+Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
+
+
+@pytest.fixture
+def settings(tmp_path_factory: pytest.TempPathFactory) -> Settings:
+    folder: Path = tmp_path_factory.mktemp("c")
+    folder.chmod(0o700)
+    port = claim_port("127.0.0.1", 0)
+    return Settings(port=1, run_dir=folder, log_dir=folder / "log", metrics_port_base=port)
+
+
+def _scrape(port: int) -> Samples:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as page:
+            text = page.read().decode()
+    except OSError:  # it does not listen yet
+        return {}
+    return {
+        (sample.name.removeprefix("flowpath_cluster_"), frozenset(sample.labels.items())): (
+            sample.value
+        )
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+async def scraped(settings: Settings, name: str, value: float, **labels: str) -> Samples:
+    """Scrape until a sample has its value, and return all of them."""
+    key = (name, frozenset(labels.items()))
+    samples: Samples = {}
+    try:
+        async with asyncio.timeout(DEADLINE_SECONDS):
+            while samples.get(key) != value:
+                samples = await asyncio.to_thread(_scrape, settings.metrics_port_base)
+    except TimeoutError:
+        pytest.fail(f"{key} is {samples.get(key)}, not {value}, in {samples}")
+    return samples
+
+
+async def test_a_cluster_moves_every_gauge_and_counter_of_the_controller(
+    settings: Settings,
+) -> None:
+    async with (
+        controller(settings),
+        as_worker(settings, "p0") as prefill,
+        as_worker(settings, "d0") as decode,
+        as_gateway(settings) as gateway,
+    ):
+        await scraped(settings, "ready", 0)
+        gateway.say(gateway_hello(pid=os.getpid()))
+        await gateway.hear(GatewayAccepted)
+        gateway.say(submit("early"), (bytes(256),))
+        await gateway.hear(RequestRefused)
+        await scraped(settings, "requests_refused_total", 1, reason=str(ErrorCode.NO_WORKER))
+
+        for peer, name, role in ((prefill, "p0", Role.PREFILL), (decode, "d0", Role.DECODE)):
+            peer.say(worker_hello(name, role, host="there"))
+            await peer.hear(WorkerAccepted)
+            peer.say(heartbeat())
+            await peer.hear(HeartbeatAnswered)
+        samples = await scraped(settings, "ready", 1)
+        assert samples["num_gateways", frozenset()] == 1
+        of_decode = frozenset({"role": "decode", "state": "ready"}.items())
+        assert samples["num_workers", of_decode] == 1
+        beat = heartbeat()
+        for owner in ("free", "referenced", "cached", "in_transfer"):
+            key = frozenset({"worker": "d0", "owner": owner}.items())
+            assert samples["kv_blocks", key] == getattr(beat.kv, owner)
+        for state in ("waiting", "prefilling", "sending", "receiving", "decoding"):
+            key = frozenset({"worker": "p0", "state": state}.items())
+            assert samples["worker_requests", key] == getattr(beat.load, f"num_{state}")
+
+        gateway.say(submit("r1"), (bytes(256),))
+        await gateway.hear(RequestPlaced)
+        placed, _ = await prefill.hear(PlaceRequest)
+        samples = await scraped(settings, "num_requests", 1)
+        assert samples["placements_total", frozenset()] == 1
+        failed = RequestFailed(
+            request_id=placed.request_id, code=ErrorCode.INTERNAL, message="broke"
+        )
+        prefill.say(failed)
+        await gateway.hear(RequestFailed)
+        await scraped(settings, "requests_failed_total", 1, reason=str(ErrorCode.INTERNAL))
+
+        decode.say(Goodbye(reason="test"))
+        samples = await scraped(settings, "ready", 0)
+        assert ("num_workers", of_decode) not in samples, "a worker that left is still told"
