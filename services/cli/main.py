@@ -7,6 +7,7 @@ import typer
 
 from common.config.load import LoadedSettings, load_settings
 from common.config.settings import Settings
+from services.cli.bench import app as bench
 from services.cli.check import print_settings
 from services.cli.flags import Load, with_settings
 from services.cli.supervisor.prepare import claim_port
@@ -152,6 +153,38 @@ def chat(
 
     target = url or load_settings({"port": port}, config).settings.url
     terminal_chat.main(target, max_tokens, temperature, system)
+
+
+app.add_typer(bench, name="bench")
+
+
+@bench.command("transfer")
+@ends_by_name
+def measure_transfers(
+    shapes: Annotated[
+        str,
+        typer.Option(
+            "--shapes", help="Model shapes: smollm2-135m, llama-8b, llama-70b-tp8; all by default."
+        ),
+    ] = "",
+    tokens: Annotated[
+        str, typer.Option("--tokens", help="Prompt lengths (256,1024,4096 by default).")
+    ] = "",
+    pools: Annotated[str, typer.Option("--pools", help="fresh, churned; both by default.")] = "",
+    transports: Annotated[
+        str, typer.Option("--transports", help="shm, tcp; both by default.")
+    ] = "",
+    turns: Annotated[int, typer.Option("--turns", min=1, help="Turns of each; medians count.")] = 9,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    output: Annotated[
+        Path | None, typer.Option("--output", help="Keep the JSON in this file.")
+    ] = None,
+) -> None:
+    """Measure how fast KV moves between two processes, beside this host's limits."""
+    from services.cli import bench_transfer  # noqa: PLC0415
+
+    wish = bench_transfer.TransferBench(shapes, tokens, pools, transports, turns)
+    bench_transfer.run(wish, as_json=as_json, output=output)
 
 
 def main() -> None:
