@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from time import monotonic
 
@@ -55,9 +54,10 @@ from common.messages.handoff import (
     ReserveRefused,
 )
 from common.scheduler.request import LocalRequest
-from common.transfer.backend import PeerLink, TransferBackend
+from common.transfer.backend import TransferBackend
 from common.transport.sockets import DealerLink
 from common.worker.payload import pack_checksums, pack_ids, unpack_ids
+from common.worker.peer_pool import WritablePool
 from common.worker.setup import HandoffSetup
 
 log = structlog.get_logger()
@@ -86,12 +86,10 @@ class _Peer:
     link: DealerLink[PrefillToDecode, DecodeToPrefill]
     lease_seconds: float
     pairing_deadline: float
-    copier: Executor
-    pool: PeerLink | None = None
+    pool: WritablePool | None = None
     num_pool_blocks: int = 0
     is_gone: bool = False
     unsent: list["_Transfer"] = field(default_factory=list)
-    num_writes: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -140,7 +138,8 @@ class OutboundHandoffs:
         for transfer in [t for t in self._transfers.values() if t.peer is peer]:
             self._handle(transfer, PeerLost(f"decode worker {worker_id} {reason}"))
         peer.link.close()
-        self._unmap_if_idle(peer)
+        if peer.pool is not None:
+            peer.pool.end()
 
     def _peer(self, info: PeerInfo) -> _Peer:
         key = (info.worker_id, info.epoch)
@@ -151,7 +150,6 @@ class OutboundHandoffs:
                 self._connect(info.handoff_endpoint),
                 self._setup.lease_seconds,
                 monotonic() + PAIRING_SECONDS,
-                self._setup.copier,
             )
             self._peers[key] = peer
             request = PairRequest(
@@ -212,18 +210,14 @@ class OutboundHandoffs:
             offered = ", ".join(self._backends)
             self._pairing_failed(peer, f"it chose {accepted.transport}; here is {offered}")
             return
-        loop = asyncio.get_running_loop()
         started = monotonic()
-        if backend.is_networked and peer.copier is self._setup.copier:
-            peer.copier = ThreadPoolExecutor(1, "send")
         try:
-            pool = await loop.run_in_executor(peer.copier, backend.open_peer, accepted.pool)
+            pool = await WritablePool.open(backend, accepted.pool, self._setup.copier)
         except TransferError as error:
             self._pairing_failed(peer, str(error))
             return
         if peer.is_gone:
-            pool.close()
-            self._end_copier(peer)
+            pool.end()
             return
         peer.pool = pool
         peer.num_pool_blocks = accepted.pool.num_blocks
@@ -250,7 +244,6 @@ class OutboundHandoffs:
             self._handle(transfer, refused)
         peer.unsent.clear()
         peer.link.close()
-        self._end_copier(peer)
 
     # ---- transfers -------------------------------------------------------------------------------
 
@@ -317,7 +310,8 @@ class OutboundHandoffs:
         for peer in list(self._peers.values()):
             peer.is_gone = True
             peer.link.close()
-            self._unmap_if_idle(peer)
+            if peer.pool is not None:
+                peer.pool.end()
         self._peers.clear()
 
     def _send_reserve(self, transfer: _Transfer) -> None:
@@ -405,7 +399,6 @@ class OutboundHandoffs:
     def _start_write(self, transfer: _Transfer, first: int, num_blocks: int) -> None:
         pool = transfer.peer.pool
         assert pool is not None, "a peer that reserved is paired"
-        transfer.peer.num_writes += 1
         sources = transfer.source_ids[first : first + num_blocks]
         targets = transfer.machine.target_ids[first : first + num_blocks]
         self._setup.tasks.create_task(
@@ -415,16 +408,13 @@ class OutboundHandoffs:
     async def _write(
         self,
         transfer: _Transfer,
-        pool: PeerLink,
+        pool: WritablePool,
         sources: tuple[int, ...],
         targets: tuple[int, ...],
     ) -> None:
-        loop = asyncio.get_running_loop()
         event: SenderEvent
         try:
-            report = await loop.run_in_executor(
-                transfer.peer.copier, pool.write, sources, targets, transfer.token
-            )
+            report = await pool.write(sources, targets, transfer.token)
         except TransferError as error:
             event = WriteFailed(str(error))
         else:
@@ -432,19 +422,7 @@ class OutboundHandoffs:
             transfer.num_calls += report.num_calls
             transfer.write_seconds += report.seconds
             event = WriteFinished(tuple(int(c) for c in report.checksums))
-        transfer.peer.num_writes -= 1
         self._handle(transfer, event)
-        self._unmap_if_idle(transfer.peer)
-
-    def _unmap_if_idle(self, peer: _Peer) -> None:
-        if peer.is_gone and peer.num_writes == 0 and peer.pool is not None:
-            peer.pool.close()
-            peer.pool = None
-            self._end_copier(peer)
-
-    def _end_copier(self, peer: _Peer) -> None:
-        if peer.copier is not self._setup.copier:
-            peer.copier.shutdown(wait=False)
 
     def _ended(self, transfer: _Transfer, outcome: Outcome) -> None:
         assert transfer.machine.phase is SenderPhase.ENDED, "the machine said so"

@@ -1,0 +1,71 @@
+"""A paired peer's pool as the worker's loop writes it."""
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+
+from common.errors import TransferError
+from common.messages.fields import PoolHandle, TcpPoolHandle
+from common.transfer.backend import PeerLink, TransferBackend, WriteReport
+
+
+class WritablePool:
+    """An opened pool, and the thread that waits for its writes. Lives in the loop."""
+
+    def __init__(self, link: PeerLink, copier: Executor, own_copier: Executor | None) -> None:
+        self._link = link
+        self._copier = copier
+        self._own_copier = own_copier
+        self._num_writes = 0
+        self._is_ending = False
+
+    @classmethod
+    async def open(
+        cls, backend: TransferBackend, handle: PoolHandle | TcpPoolHandle, copier: Executor
+    ) -> "WritablePool":
+        """Open a peer's pool; TransferError says what to check.
+
+        Memory is copied in the worker's one ``copier``; a peer behind a network gets a thread of
+        its own, so that a slow one holds nobody up.
+        """
+        own = ThreadPoolExecutor(1, "send") if backend.is_networked else None
+        loop = asyncio.get_running_loop()
+        try:
+            link = await loop.run_in_executor(own or copier, backend.open_peer, handle)
+        except TransferError:
+            if own is not None:
+                own.shutdown(wait=False)
+            raise
+        return cls(link, own or copier, own)
+
+    async def write(
+        self, sources: Sequence[int], targets: Sequence[int], token: bytes
+    ) -> WriteReport:
+        """Write blocks in the thread (see ``PeerLink.write``)."""
+        if self._is_ending:
+            raise TransferError("the peer is gone")
+        self._num_writes += 1
+        loop = asyncio.get_running_loop()
+        try:
+            report = await loop.run_in_executor(
+                self._copier, self._link.write, sources, targets, token
+            )
+        except TransferError:
+            self._written()
+            raise
+        self._written()
+        return report
+
+    def end(self) -> None:
+        """Close the pool as soon as no write is in flight."""
+        self._is_ending = True
+        if self._num_writes == 0:
+            self._link.close()
+            if self._own_copier is not None:
+                self._own_copier.shutdown(wait=False)
+
+    def _written(self) -> None:
+        # Not in a finally: a cancelled task leaves its thread in the middle of the write.
+        self._num_writes -= 1
+        if self._is_ending:
+            self.end()
