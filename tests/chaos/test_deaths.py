@@ -2,7 +2,8 @@
 
 import asyncio
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -28,8 +29,11 @@ pytestmark = [pytest.mark.chaos, pytest.mark.e2e, pytest.mark.asyncio(loop_scope
 
 PATH = "/v1/completions"
 MAX_TOKENS = 64
-SETTINGS = {"heartbeat_seconds": 0.1, "death_seconds": 0.8}
-"""A silent worker whose process runs is suspect after 0.8 s and dead after 4 s."""
+LONG_TOKENS = 4000
+"""More than are ever decoded: such a stream is cut."""
+STEP_SECONDS = 10.0
+SETTINGS = {"heartbeat_seconds": 0.1, "death_seconds": 0.6}
+"""A silent worker whose process runs is suspect after 0.6 s and dead after 3 s."""
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -48,23 +52,33 @@ async def quiet(cluster: Cluster, encode: Encode) -> list[Undisturbed]:
 class OpenStream:
     """A streamed completion that is under way."""
 
-    def __init__(self, cluster: Cluster, body: Json) -> None:
+    def __init__(self, cluster: Cluster) -> None:
         self.began = asyncio.Event()
+        self._arrived = asyncio.Event()
         self._cluster = cluster
-        self._body = body
+
+    async def goes_on(self) -> None:
+        """Wait for one more event. TimeoutError when none comes."""
+        self._arrived.clear()
+        async with asyncio.timeout(STEP_SECONDS):
+            await self._arrived.wait()
 
     async def run(self, path: str, body: Json) -> Answer:
-        """Read to the end. Raises ValueError with the error that the stream ended with."""
+        """Read to the end. ClusterError for a refusal, ValueError for an error in the stream."""
         async with self._cluster.stream(path, body) as response:
+            if response.status_code != 200:
+                text = (await response.aread()).decode()
+                raise ClusterError(f"{response.status_code} {text}")
             events = []
             async for event in events_of(response):
                 events.append(event)
                 self.began.set()
+                self._arrived.set()
         return gather_stream(events, response.headers["x-request-id"])
 
 
 def _long(request: Undisturbed) -> Json:
-    return {**request.body, "max_tokens": 1000}
+    return {**request.body, "max_tokens": LONG_TOKENS}
 
 
 def _worker(report: StatusReport, name: str) -> WorkerStatus | None:
@@ -74,7 +88,7 @@ def _worker(report: StatusReport, name: str) -> WorkerStatus | None:
 async def test_streams_outlive_their_controller_and_its_successor_serves(
     cluster: Cluster, quiet: list[Undisturbed]
 ) -> None:
-    streams = [OpenStream(cluster, request.body) for request in quiet]
+    streams = [OpenStream(cluster) for _ in quiet]
     async with asyncio.TaskGroup() as group:
         running = [
             group.create_task(request.ask_again(stream.run, is_stream=True))
@@ -94,16 +108,24 @@ async def test_streams_outlive_their_controller_and_its_successor_serves(
 async def test_requests_of_a_gateway_that_died_are_cancelled(
     cluster: Cluster, quiet: list[Undisturbed]
 ) -> None:
-    streams = [OpenStream(cluster, request.body) for request in quiet]
-    running = [
-        asyncio.get_running_loop().create_task(stream.run(PATH, _long(request)))
-        for stream, request in zip(streams, quiet, strict=True)
-    ]
-    for stream in streams:
-        await stream.began.wait()
-    await cluster.kill(GATEWAY)
-    ended = await asyncio.gather(*running, return_exceptions=True)
-    assert {type(end) for end in ended} <= {httpx.RemoteProtocolError, httpx.ReadError}
+    streams = [OpenStream(cluster) for _ in quiet]
+
+    async def is_cut(stream: OpenStream, body: Json) -> bool:
+        try:
+            await stream.run(PATH, body)
+        except (httpx.RemoteProtocolError, httpx.ReadError):
+            return True
+        return False
+
+    async with asyncio.TaskGroup() as group:
+        running = [
+            group.create_task(is_cut(stream, _long(request)))
+            for stream, request in zip(streams, quiet, strict=True)
+        ]
+        for stream in streams:
+            await stream.began.wait()
+        await cluster.kill(GATEWAY)
+    assert [task.result() for task in running] == [True, True, True]
     await cluster.wait_until(
         "every request of the dead gateway has ended",
         lambda report: not report.num_requests and not report.gateways,
@@ -121,21 +143,20 @@ async def test_a_worker_that_stops_for_a_second_breaks_nothing(
 ) -> None:
     before = await cluster.worker(name)
     assert before is not None
-    streams = [OpenStream(cluster, request.body) for request in quiet]
+    streams = [OpenStream(cluster) for _ in quiet]
     async with asyncio.TaskGroup() as group:
         running = [
             group.create_task(request.ask_again(stream.run, is_stream=True))
             for stream, request in zip(streams, quiet, strict=True)
         ]
         await streams[0].began.wait()
-        cluster.signal(name, signal.SIGSTOP)
 
         def is_silent(report: StatusReport) -> bool:
             worker = _worker(report, name)
             return worker is not None and worker.heartbeat_age_seconds > 1.0
 
-        report = await cluster.wait_until(f"{name} is silent for 1 s", is_silent)
-        cluster.signal(name, signal.SIGCONT)
+        with _stopped(cluster, name):
+            report = await cluster.wait_until(f"{name} is silent for 1 s", is_silent)
         stopped = _worker(report, name)
         assert stopped is not None
         assert stopped.state is WorkerState.SUSPECT
@@ -146,35 +167,75 @@ async def test_a_worker_that_stops_for_a_second_breaks_nothing(
     assert (after.epoch, after.state) == (before.epoch, WorkerState.READY)
 
 
-@pytest.mark.parametrize("name", ["decode-0", "prefill-0"])
-async def test_a_worker_that_stops_for_long_is_fenced_and_comes_back_as_another(
-    cluster: Cluster, quiet: list[Undisturbed], name: str
+async def test_a_decode_worker_that_stops_for_long_is_fenced_and_comes_back_as_another(
+    cluster: Cluster, quiet: list[Undisturbed]
 ) -> None:
-    before = await cluster.worker(name)
-    assert before is not None
-    stream = OpenStream(cluster, quiet[0].body)
-    body = _long(quiet[0])
-    running = asyncio.get_running_loop().create_task(stream.run(PATH, body))
-    await stream.began.wait()
-    if name == "prefill-0":
-        cluster.signal(name, signal.SIGSTOP)  # its part of the stream is over
-        await cluster.wait_until(f"{name} is lost", lambda r: _worker(r, name) is None)
-        assert not running.done()
-        running.cancel()
-        await asyncio.wait([running])
-        with pytest.raises(ClusterError, match=r"503.*no prefill worker is ready"):
-            await cluster.ask(PATH, quiet[1].body)
-    else:
-        cluster.signal(name, signal.SIGSTOP)
-        with pytest.raises(ValueError, match="worker_died"):
+    before = await cluster.worker("decode-0")
+    stream = OpenStream(cluster)
+    async with asyncio.TaskGroup() as group:
+        running = group.create_task(_error_of(stream, _long(quiet[0])))
+        await stream.began.wait()
+        with _stopped(cluster, "decode-0"):
             await running
-    cluster.signal(name, signal.SIGCONT)
+    assert "worker_died" in running.result()
+    await _check_return(cluster, quiet, before)
+
+
+async def test_a_prefill_worker_that_stops_for_long_is_fenced_and_comes_back_as_another(
+    cluster: Cluster, quiet: list[Undisturbed]
+) -> None:
+    before = await cluster.worker("prefill-0")
+    stream = OpenStream(cluster)
+    async with asyncio.TaskGroup() as group:
+        handed_over = group.create_task(stream.run(PATH, _long(quiet[0])))
+        await cluster.wait_until("it decodes", _is_decoding)
+        with _stopped(cluster, "prefill-0"):
+            waiting = group.create_task(_error_of(OpenStream(cluster), quiet[1].body))
+            await cluster.wait_until(
+                "it is lost", lambda report: _worker(report, "prefill-0") is None
+            )
+            assert "worker_died" in await waiting
+            await stream.goes_on()
+            handed_over.cancel()
+            with pytest.raises(ClusterError, match=r"503.*no prefill worker is ready"):
+                await cluster.ask(PATH, quiet[1].body)
+    await _check_return(cluster, quiet, before)
+
+
+@contextmanager
+def _stopped(cluster: Cluster, name: str) -> Iterator[None]:
+    cluster.signal(name, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        cluster.signal(name, signal.SIGCONT)
+
+
+def _is_decoding(report: StatusReport) -> bool:
+    worker = _worker(report, "decode-0")
+    return worker is not None and worker.load is not None and worker.load.num_decoding > 0
+
+
+async def _error_of(stream: OpenStream, body: Json) -> str:
+    """Return the error that ends a stream, before or after it has begun."""
+    try:
+        await stream.run(PATH, body)
+    except (ValueError, ClusterError) as error:
+        return str(error)
+    return "none"
+
+
+async def _check_return(
+    cluster: Cluster, quiet: list[Undisturbed], before: WorkerStatus | None
+) -> None:
+    """Wait until the worker is back as another incarnation that works."""
+    assert before is not None
 
     def is_back(report: StatusReport) -> bool:
-        worker = _worker(report, name)
+        worker = _worker(report, before.id)
         return worker is not None and worker.epoch != before.epoch and worker.kv is not None
 
-    await cluster.wait_until(f"{name} is back with a new epoch", is_back)
+    await cluster.wait_until(f"{before.id} is back with a new epoch", is_back)
     await cluster.wait_ready()
     for request in quiet:
         assert await request.ask_again(cluster.ask, is_stream=False) is None
@@ -182,6 +243,6 @@ async def test_a_worker_that_stops_for_long_is_fenced_and_comes_back_as_another(
     fenced = [
         entry
         for entry in read_log_folder(cluster.log_dir)
-        if (entry.process, entry.event) == (name, "fenced")
+        if (entry.process, entry.event) == (before.id, "fenced")
     ]
     assert len(fenced) == 1
