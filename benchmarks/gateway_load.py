@@ -4,7 +4,8 @@ Real gateway processes; the cluster behind them and the clients before them are 
 process, on the same machine. Streams get 10 tokens/s each, in bursts as engine steps send them.
 
 ``floor_p99_ms`` is the round trip to a ``cat`` at the same time: what the machine itself adds to
-the way through one more process. Where it is high, others use the cores and the times say little.
+the way through one more process. ``gateway_queued`` is the share of the time in which a gateway
+could run and had no core. Where either is high, others use the cores and the times say little.
 """
 
 import argparse
@@ -61,6 +62,7 @@ async def measure(
             processes = [psutil.Process(pid) for pid in rig.pids]
             own = psutil.Process()
             before = [_cpu_seconds(process) for process in (*processes, own)]
+            queued = sum(_queued_seconds(pid) for pid in rig.pids)
             gc.collect()
             gc.disable()
             started = perf_counter()
@@ -75,6 +77,7 @@ async def measure(
             wall = perf_counter() - started
             gc.enable()
             after = [_cpu_seconds(process) for process in (*processes, own)]
+            queued = sum(_queued_seconds(pid) for pid in rig.pids) - queued
             delays = sorted(added_seconds(rig.cluster, streams))
     num_bad = sum(
         not stream.is_complete or len(stream.received_at) != max_tokens for stream in streams
@@ -91,6 +94,7 @@ async def measure(
         "added_max_ms": 1e3 * delays[-1],
         "floor_p99_ms": 1e3 * _quantile(sorted(round_trips), 0.99),
         "gateway_cpu": round(sum(cpu[:-1]) / num_gateways, 3),
+        "gateway_queued": round(queued / wall / num_gateways, 3),
         "gateway_us_per_token": round(1e6 * sum(cpu[:-1]) * wall / len(delays), 1),
         "generator_cpu": round(cpu[-1], 3),
         "failed_streams": num_bad,
@@ -119,6 +123,11 @@ async def _ping_cat(round_trips: list[float]) -> None:
 def _cpu_seconds(process: psutil.Process) -> float:
     times = process.cpu_times()
     return float(times.user + times.system)
+
+
+def _queued_seconds(pid: int) -> float:
+    """Return how long a process's main thread has waited for a core."""
+    return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
 
 
 def main(argv: list[str]) -> int:
