@@ -315,14 +315,16 @@ class _Incarnation:
         self, context: Context
     ) -> Callable[[str], DealerLink[WorkerToGateway, WorkerToGateway]]:
         codec: Codec[WorkerToGateway] = Codec(WorkerToGateway)
-        return lambda endpoint: DealerLink(context, TOKENS, endpoint, self._identity, codec, codec)
+        return lambda endpoint: DealerLink.to_peer(
+            context, TOKENS, endpoint, self._identity, codec, codec
+        )
 
     def _handoff_connector(
         self, context: Context
     ) -> Callable[[str], DealerLink[PrefillToDecode, DecodeToPrefill]]:
         outgoing: Codec[PrefillToDecode] = Codec(PrefillToDecode)
         incoming: Codec[DecodeToPrefill] = Codec(DecodeToPrefill)
-        return lambda endpoint: DealerLink(
+        return lambda endpoint: DealerLink.to_peer(
             context, HANDOFF, endpoint, self._identity, outgoing, incoming
         )
 

@@ -7,7 +7,7 @@ order, before the next event is looked at.
 """
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from time import monotonic
@@ -15,24 +15,13 @@ from typing import assert_never
 
 import structlog
 
-from common.engine.failure import RowsFailed
 from common.engine.interface import Engine
 from common.errors import (
     ErrorCode,
     InvariantViolationError,
-    LocalProtocolError,
     RemoteProtocolError,
-    RequestError,
 )
-from common.handoff.events import (
-    Aborted,
-    Failed,
-    HandedOver,
-    Outcome,
-    PeerGone,
-    PrefillFinished,
-    Refused,
-)
+from common.handoff.events import HandedOver, Outcome, PrefillFinished
 from common.ids import RequestId, WorkerId
 from common.kv.blocks import BlockManager
 from common.messages.control import (
@@ -63,17 +52,23 @@ from common.scheduler.effects import (
     RequestEnded,
     StopHandoff,
 )
-from common.scheduler.local import LocalScheduler, RowFailed, RowResult, StepPlan
+from common.scheduler.local import LocalScheduler
 from common.scheduler.request import NewRequest, RequestPhase
 from common.telemetry.metrics import WorkerMetrics
 from common.transfer.backend import PeerLink
+from common.worker.consequences import (
+    EndCancelled,
+    EndFailed,
+    PlaceElsewhere,
+    consequence_of,
+)
 from common.worker.control import ControlLink, Order
 from common.worker.emitter import TokenEmitter
 from common.worker.inbound import MAX_TOKEN_ID, InboundHandoffs, TakenOver
 from common.worker.measures import note_handoff_end, take_heartbeat
 from common.worker.outbound import OutboundHandoffs, TransferTotals
 from common.worker.payload import unpack_ids
-from common.worker.stepping import step_rows
+from common.worker.stepping import execute_step
 
 log = structlog.get_logger()
 
@@ -341,10 +336,8 @@ class HybridWorker:
     def _after_failed_handoff(
         self, request_id: RequestId, decode_worker: WorkerId, outcome: Outcome
     ) -> None:
-        match outcome:
-            case HandedOver():
-                raise LocalProtocolError("a handoff that was accepted did not fail")
-            case Refused(code, message):
+        match consequence_of(outcome, decode_worker):
+            case PlaceElsewhere(code, message):
                 refused = DecodeRefused(
                     request_id=request_id,
                     decode_worker=decode_worker,
@@ -352,24 +345,10 @@ class HybridWorker:
                     message=message[:4096],
                 )
                 self._control.send(refused, request_id)
-            case Aborted(AbortReason.CANCELLED, by_peer=True):
+            case EndCancelled():
                 self.execute(self._scheduler.cancel(request_id, None) or [])
-            case Aborted(AbortReason.CORRUPT, by_peer=True):
-                message = f"KV blocks arrived damaged at {decode_worker}"
-                self._break(request_id, ErrorCode.TRANSFER_FAILED, message)
-            case Aborted(reason, _):
-                # The decode side let go for reasons of its own; the prompt is computed and kept.
-                refused = DecodeRefused(
-                    request_id=request_id,
-                    decode_worker=decode_worker,
-                    code=ErrorCode.TRANSFER_FAILED,
-                    message=f"the decode side ended the handoff: {reason}",
-                )
-                self._control.send(refused, request_id)
-            case PeerGone(reason):
-                self._break(request_id, ErrorCode.WORKER_DIED, reason)
-            case Failed(message):
-                self._break(request_id, ErrorCode.TRANSFER_FAILED, message)
+            case EndFailed(code, message):
+                self._break(request_id, code, message)
 
     def on_taken_over(self, taken: TakenOver) -> None:
         """Decode a request whose KV arrived and is right."""
@@ -424,23 +403,8 @@ class HybridWorker:
             self._is_idle_checked = False
             self.metrics.step_tokens.observe(sum(row.num_tokens for row in plan.rows))
             with self.metrics.step_seconds.time():
-                results = await self._execute_step(plan)
+                results = await execute_step(self._engine, self._engine_thread, plan)
             self.execute(self._scheduler.finish_step(plan, results))
-
-    async def _execute_step(self, plan: StepPlan) -> Sequence[RowResult]:
-        loop = asyncio.get_running_loop()
-        rows = step_rows(plan)
-        try:
-            return await loop.run_in_executor(self._engine_thread, self._engine.execute, rows)
-        except RowsFailed as failed:
-            return [
-                RowFailed(outcome.message) if isinstance(outcome, RequestError) else outcome
-                for outcome in failed.outcomes
-            ]
-        except (RuntimeError, ValueError, IndexError, MemoryError) as error:
-            # Whatever the engine's libraries raise fails this step's requests, not the worker.
-            log.exception("step_failed", num_rows=len(rows), reason=str(error))
-            return [RowFailed(f"the engine failed: {error}")] * len(rows)
 
     def _check_idle(self) -> None:
         """Check the books while nothing runs; a wrong sum quarantines the worker."""
