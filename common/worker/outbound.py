@@ -227,8 +227,17 @@ class OutboundHandoffs:
             peer=peer.info.worker_id,
             transport=accepted.transport,
             pool_bytes=accepted.pool.num_bytes,
+            gigabytes_per_second=round(pool.rate.gigabytes_per_second, 2),
+            limit_gigabytes_per_second=round(pool.rate.limit_gigabytes_per_second, 2),
             seconds=round(monotonic() - started, 4),
         )
+        if pool.rate.is_flagged:
+            log.warning(
+                "slow_link",
+                peer=peer.info.worker_id,
+                share_of_limit=round(pool.rate.ratio, 3),
+                reason="far below what this host gives; see docs/two-hosts.md",
+            )
         for transfer in peer.unsent:
             self._send_reserve(transfer)
         peer.unsent.clear()

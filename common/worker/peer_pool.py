@@ -6,13 +6,17 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 
 from common.errors import TransferError
 from common.messages.fields import PoolHandle, TcpPoolHandle
-from common.transfer.backend import PeerLink, TransferBackend, WriteReport
+from common.transfer.backend import LinkRate, PeerLink, TransferBackend, WriteReport
 
 
 class WritablePool:
     """An opened pool, and the thread that waits for its writes. Lives in the loop."""
 
-    def __init__(self, link: PeerLink, copier: Executor, own_copier: Executor | None) -> None:
+    def __init__(
+        self, link: PeerLink, rate: LinkRate, copier: Executor, own_copier: Executor | None
+    ) -> None:
+        self.rate = rate
+        """The link's rate at its opening, beside what the hardware gives."""
         self._link = link
         self._copier = copier
         self._own_copier = own_copier
@@ -23,7 +27,7 @@ class WritablePool:
     async def open(
         cls, backend: TransferBackend, handle: PoolHandle | TcpPoolHandle, copier: Executor
     ) -> "WritablePool":
-        """Open a peer's pool; TransferError says what to check.
+        """Open a peer's pool and measure the way there; TransferError says what to check.
 
         Memory is copied in the worker's one ``copier``; a peer behind a network gets a thread of
         its own, so that a slow one holds nobody up.
@@ -32,11 +36,12 @@ class WritablePool:
         loop = asyncio.get_running_loop()
         try:
             link = await loop.run_in_executor(own or copier, backend.open_peer, handle)
+            rate = await loop.run_in_executor(own or copier, link.measure)
         except TransferError:
             if own is not None:
                 own.shutdown(wait=False)
             raise
-        return cls(link, own or copier, own)
+        return cls(link, rate, own or copier, own)
 
     async def write(
         self, sources: Sequence[int], targets: Sequence[int], token: bytes

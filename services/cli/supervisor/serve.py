@@ -70,7 +70,8 @@ async def _serve(settings: Settings, console: Console) -> int:
     specs = plan_processes(settings)
     settings_file = settings.run_dir / "settings.json"
     save_settings(settings, settings_file)
-    transport = "local (one worker does both)" if settings.combined else "shm (shared memory)"
+    usual = "tcp" if settings.transport == "tcp" else "shm (shared memory)"
+    transport = "local (one worker does both)" if settings.combined else usual
     processes = ", ".join(spec.name for spec in specs)
     for name, value in (
         ("url", f"{settings.url}/v1"),
