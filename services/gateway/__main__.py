@@ -1,6 +1,7 @@
 """The gateway's process: ``python -m services.gateway``."""
 
 import asyncio
+import gc
 import os
 import signal
 import sys
@@ -105,6 +106,7 @@ async def _serve(settings: Settings, gateway_id: GatewayId) -> None:
         api_keys=api_keys,
     )
     app = build_app(backend, limits)
+    gc.freeze()  # what lives as long as the process is not walked again in the middle of a burst
     server = _Server(
         uvicorn.Config(
             app,
