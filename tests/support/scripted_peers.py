@@ -65,7 +65,7 @@ class ScriptedDecode:
                         epoch=self._identity.epoch,
                         transport="shm",
                         pool=self.pool.handle(),
-                        lease_seconds=0.2,
+                        lease_seconds=0.6,
                     )
                     self.say(accepted)
                 case RenewLeases(transfer_ids=ids):
