@@ -203,7 +203,10 @@ class _Wire:
 
 
 class DealerLink(Generic[Out, In]):
-    """The connecting side of a channel; speaks with exactly one binder."""
+    """The connecting side of a channel; speaks with exactly one binder.
+
+    ConfigError for an endpoint that cannot be connected to as it stands; nobody need be there yet.
+    """
 
     def __init__(
         self,
@@ -230,7 +233,35 @@ class DealerLink(Generic[Out, In]):
             secure_connector(self._wire.socket, keys, key)
             self._wire.end_when_silent()
             self._wire.watch_handshakes(keys.public, key)
-        self._wire.socket.connect(address)
+        try:
+            self._wire.socket.connect(address)
+        except zmq.ZMQError as error:
+            self._wire.close()
+            raise ConfigError(f"cannot connect {channel.name} to {address}: {error}") from error
+
+    @classmethod
+    def to_peer(
+        cls,
+        context: Context,
+        channel: Channel,
+        endpoint: str,
+        identity: Identity,
+        outgoing: Codec[Out],
+        incoming: Codec[In],
+    ) -> "DealerLink[Out, In]":
+        """Connect to an endpoint that another process told.
+
+        One that cannot be used is logged, and is that process's fault alone: the link is closed
+        from the start, takes no message and yields none.
+        """
+        try:
+            return cls(context, channel, endpoint, identity, outgoing, incoming)
+        except ConfigError as error:
+            log.error("endpoint_unusable", channel=channel.name, reason=str(error))
+        unusable = cls(context, channel, "inproc://nowhere", identity, outgoing, incoming)
+        unusable.endpoint = endpoint
+        unusable.close()
+        return unusable
 
     def try_send(self, message: Out, cause: str, payload: tuple[bytes, ...] = ()) -> bool:
         """Queue a message; return False, with nothing queued, when the queue is full."""

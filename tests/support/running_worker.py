@@ -149,7 +149,7 @@ class RunningWorker:
         worker = self.hybrid
         codec: Codec[WorkerToGateway] = Codec(WorkerToGateway)
         emitter = TokenEmitter(
-            lambda endpoint: DealerLink(context, TOKENS, endpoint, identity, codec, codec)
+            lambda endpoint: DealerLink.to_peer(context, TOKENS, endpoint, identity, codec, codec)
         )
         async with asyncio.TaskGroup() as tasks:
             setup = HandoffSetup(
@@ -290,6 +290,6 @@ def handoff_link(
     context: Context, endpoint: str, identity: Identity
 ) -> DealerLink[PrefillToDecode, DecodeToPrefill]:
     """Connect to a decode side."""
-    return DealerLink(
+    return DealerLink.to_peer(
         context, HANDOFF, endpoint, identity, Codec(PrefillToDecode), Codec(DecodeToPrefill)
     )

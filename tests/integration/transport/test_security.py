@@ -77,6 +77,11 @@ def link_of(context: Context, endpoint: str) -> Link:
     return link
 
 
+async def first_of(messages: AsyncIterator[object]) -> object:
+    """Wait for one message."""
+    return await anext(messages)
+
+
 async def test_a_key_in_the_allow_list_speaks_both_ways(
     keys: Keys, contexts: list[Context]
 ) -> None:
@@ -105,8 +110,8 @@ async def test_a_wrong_key_is_never_answered_and_the_log_says_which(
     with capture_logs() as logs:
         async with asyncio.TaskGroup() as tasks:
             receiving = [
-                tasks.create_task(anext(hub.received())),
-                tasks.create_task(anext(link.received())),
+                tasks.create_task(first_of(hub.received())),
+                tasks.create_task(first_of(link.received())),
             ]
             async with asyncio.timeout(DEADLINE_SECONDS):
                 while not any(log["event"] == "handshake_refused" for log in logs):
@@ -139,6 +144,32 @@ async def test_a_tcp_endpoint_without_a_key_is_refused(keys: Keys, contexts: lis
     contexts.append(new_context(keys))
     with pytest.raises(ConfigError, match="names no key"):
         link_of(contexts[0], "tcp://127.0.0.1:9")
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        "tcp://127.0.0.1:9",
+        with_key("tcp://no host:1", bytes(32)),
+        with_key("tcp://127.0.0.1:notaport", bytes(32)),
+        "ipc:///" + "x" * 200,
+        "ipc://",
+    ],
+)
+async def test_an_endpoint_that_a_peer_told_wrongly_harms_nobody_else(
+    keys: Keys, contexts: list[Context], endpoint: str
+) -> None:
+    contexts.append(new_context(keys))
+    identity = Identity(*WORKER)
+    with pytest.raises(ConfigError, match=r"cannot connect|names no key|longer than"):
+        DealerLink(contexts[0], CONTROL, endpoint, identity, Up, Down)
+    with capture_logs() as logs:
+        link: Link = DealerLink.to_peer(contexts[0], CONTROL, endpoint, identity, Up, Down)
+    assert link.endpoint == endpoint, "a repeat of it is recognized"
+    assert not link.try_send(Goodbye(reason="hello"), "test")
+    assert [received async for received in link.received()] == []
+    link.close()
+    assert [entry["event"] for entry in logs] == ["endpoint_unusable"]
 
 
 async def test_a_port_in_use_is_a_configuration_error_that_names_it(
