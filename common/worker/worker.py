@@ -162,6 +162,9 @@ class HybridWorker:
             log.info("repeat_ignored", request_id=request_id)
             return
         refusal = self.why_refuse()
+        if self._scheduler.find(request_id) is not None:
+            # We decode it for another worker, or its last step here has not ended yet.
+            refusal = ErrorCode.INTERNAL, f"{self._id} still has a request of this id"
         if refusal is not None:
             self.metrics.refusals.labels(refusal[0]).inc()
             failed = RequestFailed(request_id=request_id, code=refusal[0], message=refusal[1])
