@@ -92,10 +92,10 @@ def drawn_bodies(app: FastAPI) -> dict[str, list[Any]]:  # Any: JSON values, or 
     """Return by route what Schemathesis draws from the application's document."""
     document = schemathesis.openapi.from_dict(app.openapi())
     bodies: dict[str, list[Any]] = {path: [] for path in BASES}
-    for path in bodies:
+    for path, of_route in bodies.items():
         operation = document[path]["POST"]
         for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE):
-            _draw_into(bodies[path], operation.as_strategy(generation_mode=mode))
+            _draw_into(of_route, operation.as_strategy(generation_mode=mode))
     return bodies
 
 
