@@ -3,7 +3,8 @@
 
 ``flowpath-health gateway PORT``: /health answers 200, so requests can be served.
 ``flowpath-health controller FOLDER``: its socket in the folder of sockets greets.
-``flowpath-health worker ID``: the controller counts the worker as ready.
+``flowpath-health worker ID``: the controller counts the worker as ready. A setting worker_id goes
+before ``ID``.
 
 The first two run every few seconds, so they load nothing but the standard library.
 """
@@ -48,7 +49,9 @@ def _worker_fault(name: str) -> str:
     from common.messages.fields import WorkerState  # noqa: PLC0415
     from services.cli.admin import ask_status  # noqa: PLC0415
 
-    report = asyncio.run(ask_status(load_settings().settings, DEADLINE_SECONDS))
+    settings = load_settings().settings
+    name = settings.worker_id or name
+    report = asyncio.run(ask_status(settings, DEADLINE_SECONDS))
     if report is None:
         return "the controller does not answer"
     for worker in report.workers:
