@@ -44,7 +44,7 @@ class Decoder:
             delta = layer.down(kernels.silu_mul(layer.gate_up(hidden)))
         assert delta is not None  # a model has at least one layer
         hidden = kernels.add_rms_norm(x, delta, self._weights.final_norm, epsilon)
-        return self._weights.lm_head(hidden).float()
+        return self._weights.head(hidden)
 
     def _attend(self, index: int, layer: LayerWeights, hidden: torch.Tensor) -> torch.Tensor:
         qkv = layer.qkv(hidden)

@@ -47,7 +47,7 @@ class Engine(Protocol):
         Returns the drawn tokens of each row, in the order of ``rows`` and of their ``samples``.
 
         Raises ``common.engine.failure.RowsFailed`` when some rows have no tokens (their logits are
-        no numbers): it holds each row's outcome, and the K and V of all rows are written. ValueError
-        for a malformed row, before anything is computed.
+        no numbers): it holds each row's outcome, and the K and V of all rows are written.
+        ValueError for a malformed row, before anything is computed.
         """
         ...

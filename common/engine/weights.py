@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from safetensors import SafetensorError, safe_open
 
+from common.engine.head import LogitsHead
 from common.engine.linear import Linear
 from common.errors import ModelError
 from common.models.checkpoint import checkpoint_files, read_header
@@ -36,7 +37,7 @@ class DecoderWeights:
     embedding: torch.Tensor
     layers: tuple[LayerWeights, ...]
     final_norm: torch.Tensor
-    lm_head: Linear
+    head: LogitsHead
 
 
 def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -105,7 +106,9 @@ class _Stream:
         layers = tuple(self._layer(index) for index in range(self._config.num_layers))
         is_tied = self._config.has_tied_embeddings
         head = embedding if is_tied else self._tensor("lm_head.weight")
-        return DecoderWeights(embedding, layers, self._tensor("model.norm.weight"), Linear(head))
+        return DecoderWeights(
+            embedding, layers, self._tensor("model.norm.weight"), LogitsHead(head)
+        )
 
     def _layer(self, index: int) -> LayerWeights:
         prefix = f"model.layers.{index}."
