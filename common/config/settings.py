@@ -203,8 +203,10 @@ class Settings(BaseSettings):
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="Least level that is logged."
     )
-    log_prompts: bool = Field(
-        default=False, description="Whether prompt texts may stand in log files."
+    log_stderr: bool = Field(
+        default=False,
+        description="Whether a program started on its own writes its log lines to standard error "
+        "too, as containers want it.",
     )
     heartbeat_seconds: float = Field(
         0.2, ge=0.01, le=60, description="Time between heartbeats to the controller."

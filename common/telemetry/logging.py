@@ -8,6 +8,7 @@ loggers (uvicorn, asyncio) end in the same file as ``library_log``.
 import json
 import logging
 import os
+import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -19,11 +20,14 @@ from common.telemetry.log_file import LogFile
 _FIRST_KEYS = ("ts", "process", "pid", "level", "event")
 
 
-def configure_logging(process: str, log_dir: Path, level: str) -> LogFile:
+def configure_logging(
+    process: str, log_dir: Path, level: str, *, to_stderr: bool = False
+) -> LogFile:
     """Send every ``structlog.get_logger()`` of this process to ``<log_dir>/<process>.jsonl``.
 
     Call it once, at the start. Lines under ``level`` (debug, info, warning, error) cost almost
-    nothing. Returns the file, which may be closed at the end.
+    nothing. With ``to_stderr`` each line goes to standard error too, where containers keep their
+    logs. Returns the file, which may be closed at the end.
     """
     file = LogFile(log_dir / f"{process}.jsonl")
     number = logging.getLevelNamesMapping()[level.upper()]
@@ -39,7 +43,7 @@ def configure_logging(process: str, log_dir: Path, level: str) -> LogFile:
     structlog.configure(
         processors=processors,
         wrapper_class=structlog.make_filtering_bound_logger(number),
-        logger_factory=_Lines(file),
+        logger_factory=_Lines(file, to_stderr=to_stderr),
         cache_logger_on_first_use=False,
     )
     root = logging.getLogger()
@@ -51,14 +55,17 @@ def configure_logging(process: str, log_dir: Path, level: str) -> LogFile:
 class _Lines:
     """Makes the loggers at structlog's end; each writes whole lines to one file."""
 
-    def __init__(self, file: LogFile) -> None:
+    def __init__(self, file: LogFile, *, to_stderr: bool) -> None:
         self._file = file
+        self._to_stderr = to_stderr
 
     def __call__(self, *_names: object) -> "_Lines":
         return self
 
     def msg(self, line: str) -> None:
         self._file.write(line)
+        if self._to_stderr:
+            sys.stderr.write(line.rstrip("\n") + "\n")
 
     debug = info = warning = error = critical = exception = msg
 

@@ -73,7 +73,9 @@ def run(settings: Settings, role: Role, worker_id: str) -> int:
 
     ConfigError when settings, model or memory do not allow it, or the controller refuses us.
     """
-    file = configure_logging(worker_id, settings.log_dir, settings.log_level)
+    file = configure_logging(
+        worker_id, settings.log_dir, settings.log_level, to_stderr=settings.log_stderr
+    )
     try:
         prepare_run_dir(settings.run_dir)
         machine = _build(settings, worker_id)

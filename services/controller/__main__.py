@@ -22,7 +22,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(settings: Settings, process_id: str) -> int:
     prepare_run_dir(settings.run_dir)
-    configure_logging(process_id, settings.log_dir, settings.log_level)
+    configure_logging(
+        process_id, settings.log_dir, settings.log_level, to_stderr=settings.log_stderr
+    )
     with lock_file(settings.run_dir / "controller.lock", "another controller"):
         uvloop.run(_serve(settings))
     return 0

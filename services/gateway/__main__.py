@@ -48,7 +48,9 @@ class _Server(uvicorn.Server):
 
 def serve(settings: Settings, gateway_id: str) -> int:
     """Serve HTTP until SIGTERM or SIGINT; return the exit code."""
-    file = configure_logging(gateway_id, settings.log_dir, settings.log_level)
+    file = configure_logging(
+        gateway_id, settings.log_dir, settings.log_level, to_stderr=settings.log_stderr
+    )
     try:
         prepare_run_dir(settings.run_dir)
         uvloop.run(_serve(settings, GatewayId(gateway_id)))

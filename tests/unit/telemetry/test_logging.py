@@ -52,6 +52,14 @@ def test_a_logger_made_before_the_configuration_writes_into_the_file(tmp_path: P
     assert [line["event"] for line in lines_of(tmp_path / "p.jsonl")] == ["late"]
 
 
+def test_lines_go_to_standard_error_too_where_that_is_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    configure_logging("decode-0", tmp_path, "info", to_stderr=True)
+    structlog.get_logger().info("something")
+    assert capsys.readouterr().err == (tmp_path / "decode-0.jsonl").read_text()
+
+
 def test_lines_under_the_level_are_not_written(tmp_path: Path) -> None:
     configure_logging("p", tmp_path, "warning")
     log = structlog.get_logger()
