@@ -142,20 +142,22 @@ async def test_a_slow_link_makes_an_answer_late_and_nothing_else(
     _assert_nothing_leaked(report)
 
 
+@pytest.mark.parametrize("end", ["prefill's", "decode's"])
 async def test_a_link_cut_in_the_middle_of_a_transfer_fails_by_name_and_leaks_nothing(
-    hosted: HostedCluster, split: Cluster, encode: Encode
+    hosted: HostedCluster, split: Cluster, encode: Encode, end: str
 ) -> None:
     cable = hosted.cable
+    where, first = (cable.a, 9500) if end == "prefill's" else (cable.b, 10500)
     num_closed = len(hosted.logged(cable.b, "decode-0", "handoff_closed"))
     num_registered = len(hosted.logged(cable.b, "decode-0", "registered"))
     before = cable.num_bytes_to_b()
     cable.slow_down(SLOW_MEGABITS)  # so that the transfer lasts for seconds
     try:
-        request = asyncio.create_task(hosted.http(TEXT, _completion(encode, 1500, 9500)))
+        request = asyncio.create_task(hosted.http(TEXT, _completion(encode, 1500, first)))
         while cable.num_bytes_to_b() - before < CUT_AFTER_BYTES:
             assert not request.done(), request.result()
             await asyncio.sleep(0.02)
-        cable.cut()
+        cable.cut(where)
         cut_at = monotonic()
         told = await request
         seconds = monotonic() - cut_at
@@ -167,14 +169,14 @@ async def test_a_link_cut_in_the_middle_of_a_transfer_fails_by_name_and_leaks_no
         closed = await hosted.wait_logged(cable.b, "decode-0", "handoff_closed", num_closed + 1)
         assert closed.fact("outcome") != "HandedOver"
     finally:
-        cable.mend()
+        cable.mend(where)
         cable.speed_up()
     mended_at = monotonic()
     await hosted.wait_logged(cable.b, "decode-0", "registered", num_registered + 1, HEAL_SECONDS)
     await hosted.wait_ready("prefill-0", "decode-0")
     assert monotonic() - mended_at < HEAL_SECONDS
     _assert_nothing_leaked(await hosted.wait_idle())
-    body = _completion(encode, 200, 9900)
+    body = _completion(encode, 200, first + 500)
     answer = await hosted.ask(TEXT, body)
     assert answer.choices == (await split.ask(TEXT, body)).choices
     _assert_nothing_leaked(await hosted.wait_idle())
@@ -228,6 +230,18 @@ async def test_a_controller_that_does_not_hold_the_named_key_is_told_by_name(
     assert refused.fact("its_key") == shown_key(wrong)
     assert "another one than the endpoint names" in str(refused.fact("reason"))
     await _assert_nobody_is_known(light)
+
+
+async def test_an_address_where_nobody_listens_is_told_again_and_again(
+    light: HostedCluster,
+) -> None:
+    b = light.cable.b
+    nobody = light.join().replace(":7400?", ":7999?")
+    light.start(b, "decode-0", controller=nobody)
+    waiting = await light.wait_logged(b, "decode-0", "waiting_for_controller", number=2)
+    assert waiting.fact("endpoint") == nobody
+    assert light.logged(b, "decode-0", "handshake_refused") == []
+    await light.stop("decode-0")
 
 
 async def test_a_key_that_is_taken_back_is_refused_by_the_next_controller(

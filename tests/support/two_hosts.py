@@ -83,13 +83,13 @@ class Cable:
         self.a = a
         self.b = b
 
-    def cut(self) -> None:
-        """Let nothing through any more; nobody is told."""
-        self.a.run("ip", "link", "set", DEVICE, "down")
+    def cut(self, at: Host) -> None:
+        """Let nothing through any more; this host's kernel knows it, the other's does not."""
+        at.run("ip", "link", "set", DEVICE, "down")
 
-    def mend(self) -> None:
+    def mend(self, at: Host) -> None:
         """Let everything through again."""
-        self.a.run("ip", "link", "set", DEVICE, "up")
+        at.run("ip", "link", "set", DEVICE, "up")
 
     def slow_down(self, megabits_per_second: int) -> None:
         """Limit both directions."""
