@@ -156,7 +156,9 @@ def _compare(config: ModelConfig, found: Mapping[str, tuple[int, ...]]) -> None:
     faults = {"missing": missing, "unknown": unknown, "of another shape": misshaped}
     texts = [f"{kind}: {_some(names)}" for kind, names in faults.items() if names]
     if texts:
-        raise ModelError(f"{config.folder}: tensors are wrong; {'; '.join(texts)}")
+        files = checkpoint_files(config.folder)
+        where = files[0] if len(files) == 1 else f"{config.folder} ({len(files)} files)"
+        raise ModelError(f"{where}: tensors are wrong; {'; '.join(texts)}")
 
 
 def _is_ignored(config: ModelConfig, name: str) -> bool:
