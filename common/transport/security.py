@@ -10,6 +10,7 @@ import re
 import stat
 from dataclasses import dataclass
 from pathlib import Path
+from time import monotonic
 
 import structlog
 import zmq
@@ -23,6 +24,9 @@ SECRET_NAME = "node.key_secret"  # noqa: S105  # a file's name
 PUBLIC_NAME = "node.key"
 ALLOWED_NAME = "allowed"
 ZAP_DOMAIN = "flowpath"
+TELL_AGAIN_SECONDS = 5.0
+"""How often a stranger that keeps trying is told of."""
+MAX_STRANGERS_TOLD = 32
 _TCP = re.compile(r"^(tcp://[^?]+)\?key=([0-9a-f]{64})$")
 
 log = structlog.get_logger()
@@ -113,6 +117,7 @@ class Guard:
 
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", keys: Keys) -> None:
         self._keys = keys
+        self._told_at: dict[bytes, float] = {}
         self._authenticator = ThreadAuthenticator(context)
         self._authenticator.start()
         self._authenticator.configure_curve_callback(domain=ZAP_DOMAIN, credentials_provider=self)
@@ -121,8 +126,16 @@ class Guard:
         """Answer libzmq: may the holder of this key connect?"""
         is_allowed = z85.decode(key) in self._keys.allowed
         if not is_allowed:
-            log.warning("key_rejected", key=key.decode(), reason="it is not in the allow-list")
+            self._tell(key)
         return is_allowed
+
+    def _tell(self, key: bytes) -> None:
+        """Log a stranger, but not each of its many tries, nor more strangers than a log can bear."""
+        now = monotonic()
+        self._told_at = {k: at for k, at in self._told_at.items() if now - at < TELL_AGAIN_SECONDS}
+        if key not in self._told_at and len(self._told_at) < MAX_STRANGERS_TOLD:
+            self._told_at[key] = now
+            log.warning("key_rejected", key=key.decode(), reason="it is not in the allow-list")
 
     def close(self) -> None:
         """Stop; nobody new is let in."""

@@ -64,6 +64,7 @@ class ClusterSubmission:
         self._is_closed = False
         self._cancelled_choices: set[int] = set()
         self._heard_at = monotonic()
+        self._gap_since: float | None = None
         timeout = backend.request_timeout_seconds
         self._deadline = monotonic() + timeout if timeout else None
 
@@ -93,6 +94,10 @@ class ClusterSubmission:
         """Put a delta in order. Raises RemoteProtocolError when it cannot belong here."""
         self._heard_at = monotonic()
         self._pending.add(self._order.add(delta))
+        if not self._order.has_gap:
+            self._gap_since = None
+        elif self._gap_since is None:
+            self._gap_since = self._heard_at
         self._arrived.set()
 
     def fail(self, error: RequestError) -> None:
@@ -117,6 +122,10 @@ class ClusterSubmission:
         if self._deadline is not None and now > self._deadline:
             message = f"not finished within {self._backend.request_timeout_seconds:g} s"
             self.fail(RequestError(ErrorCode.DEADLINE_EXCEEDED, message))
+            return
+        if self._gap_since is not None and now - self._gap_since > SILENCE_SECONDS:
+            message = "tokens were lost on their way to the gateway"
+            self.fail(RequestError(ErrorCode.TRANSFER_FAILED, message))
             return
         silent = self._backend.controller_silence_seconds
         if silent > SILENCE_SECONDS and now - self._heard_at > SILENCE_SECONDS:

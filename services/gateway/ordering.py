@@ -30,6 +30,11 @@ class StreamOrder:
         """Whether every choice has finished."""
         return all(choice.is_finished for choice in self._choices)
 
+    @property
+    def has_gap(self) -> bool:
+        """Whether tokens wait for earlier ones that have not come."""
+        return any(choice.held and not choice.is_finished for choice in self._choices)
+
     def finish(self, index: int) -> None:
         """End a choice from this side: what still comes for it is dropped."""
         self._choices[index].is_finished = True

@@ -173,3 +173,15 @@ def test_a_token_that_never_comes_is_the_workers_fault_and_bounds_what_is_held()
         order.add(wire(2 + index, 3 + index))
     with pytest.raises(RemoteProtocolError, match="token 1 never came"):
         order.add(wire(2 + MAX_HELD_DELTAS, 3 + MAX_HELD_DELTAS))
+
+
+def test_a_gap_is_known_as_long_as_it_lasts() -> None:
+    order = StreamOrder(num_choices=2)
+    assert not order.has_gap
+    order.add(wire(2, 4, choice=1))
+    assert order.has_gap
+    order.add(wire(0, 2, choice=1))
+    assert not order.has_gap
+    order.add(wire(9, 10, choice=0))
+    order.finish(0)
+    assert not order.has_gap, "a choice that ended waits for nothing"
