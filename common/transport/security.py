@@ -130,7 +130,7 @@ class Guard:
         return is_allowed
 
     def _tell(self, key: bytes) -> None:
-        """Log a stranger, but not each of its many tries, nor more strangers than a log can bear."""
+        """Log a stranger, but not each of its tries, nor more strangers than a log can bear."""
         now = monotonic()
         self._told_at = {k: at for k, at in self._told_at.items() if now - at < TELL_AGAIN_SECONDS}
         if key not in self._told_at and len(self._told_at) < MAX_STRANGERS_TOLD:
