@@ -62,7 +62,7 @@ lint: setup
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
-	$(BIN)/mypy --explicit-package-bases tests benchmarks
+	$(BIN)/mypy --explicit-package-bases benchmarks
 	$(BIN)/lint-imports
 
 asan: setup

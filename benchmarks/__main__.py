@@ -1,4 +1,7 @@
-"""Runs every benchmark one after another: ``python -m benchmarks [NAME ...]``."""
+"""Runs every benchmark, those named, or one with its options.
+
+``python -m benchmarks [NAME ...]`` or ``python -m benchmarks NAME --option ...``
+"""
 
 import importlib
 import sys
@@ -17,6 +20,12 @@ BENCHMARKS = (
 
 
 def main(argv: list[str]) -> int:
+    if {"-h", "--help"} & set(argv):
+        print(f"{__doc__}\n\nNames: {', '.join(BENCHMARKS)}\nOptions of one: NAME --help")
+        return 0
+    if len(argv) > 1 and argv[0] in BENCHMARKS and argv[1].startswith("-"):
+        alone: Callable[[list[str]], int] = importlib.import_module(f"benchmarks.{argv[0]}").main
+        return alone(argv[1:])
     unknown = set(argv) - set(BENCHMARKS)
     if unknown:
         print(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(BENCHMARKS)}")

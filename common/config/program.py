@@ -38,6 +38,9 @@ def run_program(
         die_with_parent(given.parent)
     try:
         settings = read_settings(given.settings) if given.settings else load_settings().settings
+        if given.parent is None:
+            log_file = settings.log_dir / f"{given.id or program}.jsonl"
+            sys.stderr.write(f"flowpath {program}: logs to {log_file}\n")
         return body(settings, str(given.id))
     except ConfigError as error:
         sys.stderr.write(f"flowpath {program}: {error}\n")

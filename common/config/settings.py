@@ -1,6 +1,7 @@
 """Every setting with its meaning, default and bounds; ``docs/settings.md`` is made from it."""
 
 import os
+import re
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -36,6 +37,15 @@ def _short_enough(path: Path) -> Path:
             "that the kernel cuts; choose a shorter one"
         )
     return path.absolute()
+
+
+def _endpoint_with_key(endpoint: str) -> str:
+    if endpoint and not re.fullmatch(r"tcp://[^\s?]+:[0-9]{1,5}\?key=[0-9a-f]{64}", endpoint):
+        raise ValueError(
+            "is no endpoint of a controller; copy what `flowpath serve` prints on its host: "
+            "tcp://address:port?key=64 hex digits"
+        )
+    return endpoint
 
 
 def _absolute(path: Path) -> Path:
@@ -164,7 +174,7 @@ class Settings(BaseSettings):
     control_port: int = Field(
         7400, ge=0, le=65535, description="TCP port of the controller where cluster_host is set."
     )
-    controller: str = Field(
+    controller: Annotated[str, AfterValidator(_endpoint_with_key)] = Field(
         "",
         max_length=512,
         description="Endpoint of a controller on another host, as `flowpath serve` prints it there "

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from common.errors import ModelError
 from common.models.fingerprint import model_fingerprint
 from common.models.json_fields import JsonFields, load_object
 from common.models.rope import Rope, RopeType, parse_rope
@@ -55,6 +56,11 @@ class ModelConfig:
 
         ModelError names the file and the reason when the folder cannot be served.
         """
+        if not folder.is_dir():
+            raise ModelError(
+                f"{folder}: no such folder; a model is a folder on this machine, and nothing is "
+                "downloaded"
+            )
         fields = load_object(folder / "config.json")
         family = _family(fields)
         _refuse_variants(fields)

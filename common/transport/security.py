@@ -27,6 +27,8 @@ ZAP_DOMAIN = "flowpath"
 TELL_AGAIN_SECONDS = 5.0
 """How often a stranger that keeps trying is told of."""
 MAX_STRANGERS_TOLD = 32
+READ_AGAIN_SECONDS = 1.0
+"""How often the allow-list is read again for strangers, at most."""
 _TCP = re.compile(r"^(tcp://[^?]+)\?key=([0-9a-f]{64})$")
 
 log = structlog.get_logger()
@@ -39,6 +41,7 @@ class Keys:
     public: bytes
     secret: bytes
     allowed: frozenset[bytes]
+    folder: Path
 
     @classmethod
     def load(cls, folder: Path) -> "Keys":
@@ -54,8 +57,12 @@ class Keys:
         public, secret = _read(path)
         if secret is None:
             raise ConfigError(f"{path}: holds no secret key")
-        allowed = frozenset(_read(one)[0] for one in sorted((folder / ALLOWED_NAME).glob("*.key")))
-        return cls(public, secret, allowed)
+        return cls(public, secret, read_allowed(folder), folder)
+
+
+def read_allowed(folder: Path) -> frozenset[bytes]:
+    """Read the public keys that a key folder lets in. ConfigError names a file that is none."""
+    return frozenset(_read(one)[0] for one in sorted((folder / ALLOWED_NAME).glob("*.key")))
 
 
 def make_keys(folder: Path) -> Path:
@@ -116,18 +123,35 @@ class Guard:
     """Lets peers in by key. One for a context, made before its first binding socket."""
 
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", keys: Keys) -> None:
-        self._keys = keys
+        self._folder = keys.folder
+        self._allowed = keys.allowed
+        self._read_at = monotonic()
         self._told_at: dict[bytes, float] = {}
         self._authenticator = ThreadAuthenticator(context)
         self._authenticator.start()
         self._authenticator.configure_curve_callback(domain=ZAP_DOMAIN, credentials_provider=self)
 
     def callback(self, _domain: str, key: bytes) -> bool:
-        """Answer libzmq: may the holder of this key connect?"""
-        is_allowed = z85.decode(key) in self._keys.allowed
+        """Answer libzmq: may the holder of this key connect?
+
+        A stranger may have been let in since the start, so for one the folder is read again. To
+        shut a peer out, the process must start anew.
+        """
+        is_allowed = z85.decode(key) in self._allowed or self._is_new(z85.decode(key))
         if not is_allowed:
             self._tell(key)
         return is_allowed
+
+    def _is_new(self, public: bytes) -> bool:
+        now = monotonic()
+        if now - self._read_at < READ_AGAIN_SECONDS:
+            return False
+        self._read_at = now
+        try:
+            self._allowed |= read_allowed(self._folder)
+        except ConfigError as error:
+            log.error("allow_list_unreadable", reason=str(error))
+        return public in self._allowed
 
     def _tell(self, key: bytes) -> None:
         """Log a stranger, but not each of its tries, nor more strangers than a log can bear."""

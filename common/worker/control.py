@@ -29,6 +29,7 @@ from common.transport.sockets import DealerLink
 log = structlog.get_logger()
 
 HELLO_RETRY_SECONDS = 1.0
+TRIES_PER_LINE = 15
 
 Order = PlaceRequest | PlaceDecode | Cancel | PeerJoined | PeerLeft | WorkerAccepted
 
@@ -93,13 +94,16 @@ class ControlLink:
 
     async def beat(self) -> None:
         """Say hello until accepted, then send heartbeats for ever."""
+        num_tries = 0
         while not self._is_registered:
             self._link.try_send(self._hello, "start")
             try:
                 async with asyncio.timeout(HELLO_RETRY_SECONDS):
                     await self._accepted.wait()
             except TimeoutError:
-                log.info("waiting_for_controller", endpoint=self._link.endpoint)
+                if num_tries % TRIES_PER_LINE == 0:
+                    log.warning("waiting_for_controller", endpoint=self._link.endpoint)
+                num_tries += 1
         while True:
             self._link.try_send(self._heartbeat(), "heartbeat")
             await asyncio.sleep(self._heartbeat_seconds)

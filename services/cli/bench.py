@@ -60,6 +60,9 @@ def serve(  # noqa: PLR0917 - typer gives them by name
     api_key: Annotated[
         str | None, typer.Option("--api-key", envvar="OPENAI_API_KEY", show_envvar=True)
     ] = None,
+    port: Annotated[
+        str | None, typer.Option("--port", help="This host's gateway, where no --url is given.")
+    ] = None,
     log_dir: Annotated[
         Path | None,
         typer.Option("--log-dir", help="The server's log files, for the times of handoffs."),
@@ -83,7 +86,7 @@ def serve(  # noqa: PLR0917 - typer gives them by name
     elif burst is not None:
         arrival = Arrival.BURST
     if url is None:
-        settings = load_settings().settings
+        settings = load_settings({"port": port}).settings
         url, log_dir = settings.url, log_dir or settings.log_dir
     workload = Workload(
         num_requests=requests,

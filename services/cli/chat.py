@@ -24,12 +24,19 @@ class ChatServer(Protocol):
 class HttpChatServer:
     """The gateway at ``url``, such as http://127.0.0.1:8000; the model is asked for once."""
 
-    def __init__(self, url: str, max_tokens: int | None, temperature: float | None) -> None:
+    def __init__(
+        self,
+        url: str,
+        max_tokens: int | None,
+        temperature: float | None,
+        api_key: str | None = None,
+    ) -> None:
         parts = urlsplit(url)
         if parts.scheme != "http" or not parts.hostname:
             raise ConfigError(f"{url} is no http:// address")
         self._host = parts.hostname
         self._port = parts.port or 80
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._options: dict[str, object] = {}
         if max_tokens is not None:
             self._options["max_tokens"] = max_tokens
@@ -46,7 +53,7 @@ class HttpChatServer:
                 "POST",
                 "/v1/chat/completions",
                 json.dumps(body),
-                {"Content-Type": "application/json"},
+                {"Content-Type": "application/json", **self._headers},
             )
             response = connection.getresponse()
             if response.status != 200:
@@ -60,7 +67,7 @@ class HttpChatServer:
     def _ask_model(self) -> str:
         connection = self._connect()
         try:
-            connection.request("GET", "/v1/models")
+            connection.request("GET", "/v1/models", headers=self._headers)
             response = connection.getresponse()
             data = response.read()
             if response.status != 200:
@@ -155,8 +162,14 @@ def _error_text(status: int, data: bytes) -> str:
     return f"{told} (HTTP {status})"
 
 
-def main(url: str, max_tokens: int | None, temperature: float | None, system: str | None) -> None:
+def main(
+    url: str,
+    max_tokens: int | None,
+    temperature: float | None,
+    system: str | None,
+    api_key: str | None,
+) -> None:
     """Chat on the terminal."""
-    server = HttpChatServer(url, max_tokens, temperature)
+    server = HttpChatServer(url, max_tokens, temperature, api_key)
     sys.stdout.write(f"{server.model} at {url}; /exit ends, Ctrl-C stops an answer\n")
     chat(server, sys.stdin, sys.stdout, system)

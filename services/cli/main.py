@@ -23,6 +23,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+CHAT_TEMPERATURE = 0.2
+"""Small models wander at 1, the API's default."""
+
 Config = Annotated[
     Path | None, typer.Option("--config", help="TOML file of settings (FLOWPATH_CONFIG).")
 ]
@@ -144,7 +147,10 @@ def chat(
     ] = None,
     system: Annotated[str | None, typer.Option("--system", help="System message.")] = None,
     max_tokens: Annotated[int | None, typer.Option("--max-tokens", min=1)] = None,
-    temperature: Annotated[float | None, typer.Option("--temperature", min=0.0)] = None,
+    temperature: Annotated[float, typer.Option("--temperature", min=0.0)] = CHAT_TEMPERATURE,
+    api_key: Annotated[
+        str | None, typer.Option("--api-key", envvar="OPENAI_API_KEY", show_envvar=True)
+    ] = None,
     port: Port = None,
     config: Config = None,
 ) -> None:
@@ -152,7 +158,7 @@ def chat(
     from services.cli import chat as terminal_chat  # noqa: PLC0415
 
     target = url or load_settings({"port": port}, config).settings.url
-    terminal_chat.main(target, max_tokens, temperature, system)
+    terminal_chat.main(target, max_tokens, temperature, system, api_key)
 
 
 app.add_typer(bench, name="bench")

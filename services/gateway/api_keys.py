@@ -50,7 +50,10 @@ def _digest(key: bytes) -> bytes:
 
 
 def _unauthorized() -> Response:
-    message = "an API key is needed: send 'Authorization: Bearer KEY' with a key of this server"
+    message = (
+        "an API key of this server is needed: send 'Authorization: Bearer KEY'; none was sent, or "
+        "the one that was is not known"
+    )
     return Response(
         error_body(message, "invalid_request_error", None, "invalid_api_key"),
         status_code=401,

@@ -30,7 +30,10 @@ def test_a_config_error_is_told_and_ends_with_code_2(capsys: pytest.CaptureFixtu
         raise ConfigError("model.safetensors is missing")
 
     assert run_program("decode", "decode-0", [], body) == 2
-    assert capsys.readouterr().err == "flowpath decode: model.safetensors is missing\n"
+    where, why = capsys.readouterr().err.splitlines()
+    assert where.startswith("flowpath decode: logs to ")
+    assert where.endswith("decode-0.jsonl")
+    assert why == "flowpath decode: model.safetensors is missing"
 
 
 PARENT = """

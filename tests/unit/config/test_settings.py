@@ -88,7 +88,11 @@ def test_an_empty_variable_is_not_given(monkeypatch: pytest.MonkeyPatch) -> None
         ({"port": "65536"}, ["port", "65535"]),
         ({"host": "0.0.0.0"}, ["setting host", "api_key_file", "open_http"]),
         ({"cluster_host": "10.0.0.1"}, ["cluster_host", "flowpath keygen"]),
-        ({"controller": "tcp://10.0.0.1:7400?key=0", "keys": "/k"}, ["needs cluster_host"]),
+        ({"controller": "tcp://10.0.0.1:7400?key=0"}, ["controller", "64 hex digits"]),
+        (
+            {"controller": f"tcp://10.0.0.1:7400?key={'0' * 64}", "keys": "/k"},
+            ["needs cluster_host"],
+        ),
         ({"block_size": "100"}, ["block_size", "no power of two"]),
         ({"block_size": "4"}, ["block_size", "8"]),
         ({"max_num_batched_tokens": "100"}, ["max_num_batched_tokens 100", "block_size 64"]),

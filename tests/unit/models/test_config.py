@@ -197,6 +197,8 @@ def test_a_broken_config_file_is_refused(tmp_path: Path, text: str, message: str
 
 def test_a_folder_without_config_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"config\.json: the file is missing"):
+        ModelConfig.load(tmp_path)
+    with pytest.raises(ModelError, match=r"nowhere: no such folder.*nothing is downloaded"):
         ModelConfig.load(tmp_path / "nowhere")
 
 
