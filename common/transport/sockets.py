@@ -7,6 +7,7 @@ Receives drain what has arrived, a bounded number at a time, and poll again afte
 
 import asyncio
 import itertools
+import weakref
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -77,9 +78,15 @@ class Context:
         self.zmq: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.keys = keys
         self._guard = Guard(self.zmq, keys) if keys is not None else None
+        self.wires: weakref.WeakSet[_Wire] = weakref.WeakSet()
 
     def destroy(self, linger: int) -> None:
-        """Close every socket within ``linger`` milliseconds."""
+        """Close every socket within ``linger`` milliseconds.
+
+        Also those that an error left open: an event loop must not watch a descriptor that is gone.
+        """
+        for wire in list(self.wires):
+            wire.close(linger / 1000)
         if self._guard is not None:
             self._guard.close()
         self.zmq.destroy(linger=linger)
@@ -131,6 +138,7 @@ class _Wire:
         self._loop = asyncio.get_running_loop()
         self._fd = int(self.socket.getsockopt(zmq.FD))
         self._loop.add_reader(self._fd, self._readable.set)
+        context.wires.add(self)
 
     def try_send(self, frames: list[bytes]) -> bool:
         if self.socket.closed:

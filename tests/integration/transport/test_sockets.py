@@ -432,3 +432,15 @@ async def test_a_path_that_is_too_long_is_refused_by_both_sides(net: Net) -> Non
         net.hub(endpoint)
     with pytest.raises(ConfigError, match="FLOWPATH_RUN_DIR"):
         net.link(endpoint)
+
+
+async def test_a_context_closes_what_an_error_left_open_before_its_descriptors_go(
+    tmp_path: Path,
+) -> None:
+    context = new_context()
+    identity = Identity("controller", Epoch(1))
+    hub: Hub = RouterHub(context, CONTROL, f"ipc://{tmp_path}/s", identity, Down, Up)
+    receiving = hub.received()
+    context.destroy(linger=0)
+    with pytest.raises(StopAsyncIteration):
+        await anext(receiving)
