@@ -27,7 +27,7 @@ def configure_logging(
 
     Call it once, at the start. Lines under ``level`` (debug, info, warning, error) cost almost
     nothing. With ``to_stderr`` each line goes to standard error too, where containers keep their
-    logs. Returns the file, which may be closed at the end.
+    logs. Returns the file, which may be closed at the end. ConfigError when it cannot be opened.
     """
     file = LogFile(log_dir / f"{process}.jsonl")
     number = logging.getLevelNamesMapping()[level.upper()]

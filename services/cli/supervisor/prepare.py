@@ -13,6 +13,9 @@ from common.config.settings import Settings
 from common.errors import ConfigError
 from common.models.config import ModelConfig
 
+_SOCKET_NAMES = ("controller.control", "controller.admin", "*.handoff", "*.tokens")
+"""What FlowPath's processes bind in ``run_dir``."""
+
 
 def claim_port(host: str, port: int) -> int:
     """Return the port to serve on: the asked one when it is free, for 0 any free one.
@@ -54,10 +57,12 @@ def _bound(host: str, port: int) -> socket.socket:
 def clean_run_dir(folder: Path) -> list[str]:
     """Remove socket files that a killed cluster left behind; returns their names.
 
-    The caller holds the folder's lock. ConfigError when a controller still runs in it.
+    Only names of ours: other programs may keep sockets in the same folder. The caller holds the
+    folder's lock. ConfigError when a controller still runs in it.
     """
     with lock_file(folder / "controller.lock", "a controller"):
-        stale = [path for path in folder.iterdir() if stat.S_ISSOCK(path.lstat().st_mode)]
+        ours = [path for name in _SOCKET_NAMES for path in folder.glob(name)]
+        stale = [path for path in ours if stat.S_ISSOCK(path.lstat().st_mode)]
         for path in stale:
             path.unlink()
     return sorted(path.name for path in stale)

@@ -1,9 +1,8 @@
 """``flowpath serve`` from settings to exit code."""
 
 import asyncio
-import shutil
 import signal
-from contextlib import ExitStack
+from contextlib import ExitStack, closing, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -53,11 +52,11 @@ def _serve_on_port(settings: Settings) -> int:
     prepare_run_dir(settings.run_dir)
     with lock_file(settings.run_dir / "serve.lock", "another flowpath serve"):
         clean_run_dir(settings.run_dir)
-        file = configure_logging("serve", settings.log_dir, settings.log_level)
         try:
-            return asyncio.run(_serve(settings, out()))
+            file = configure_logging("serve", settings.log_dir, settings.log_level)
+            with closing(file):
+                return asyncio.run(_serve(settings, out()))
         finally:
-            file.close()
             tidy(settings.run_dir, remove_folder=not was_there)
 
 
@@ -94,10 +93,13 @@ async def _serve(settings: Settings, console: Console) -> int:
 
 
 def tidy(run_dir: Path, *, remove_folder: bool) -> None:
-    """Leave nothing of ours behind in the folder of sockets; every process has ended."""
-    if remove_folder:
-        shutil.rmtree(run_dir, ignore_errors=True)
-        return
+    """Leave nothing of ours behind in the folder of sockets; every process has ended.
+
+    With ``remove_folder`` the folder goes too, unless it holds something else, such as logs.
+    """
     clean_run_dir(run_dir)
     for name in ("settings.json", "controller.lock", "serve.lock"):
         (run_dir / name).unlink(missing_ok=True)
+    if remove_folder:
+        with suppress(OSError):  # not empty
+            run_dir.rmdir()

@@ -1,10 +1,13 @@
 import socket
 from pathlib import Path
 
+import pytest
+
 from common.config.settings import Settings
+from common.errors import ConfigError
 from services.cli.supervisor.plan import LONGEST_WAIT_SECONDS, Backoff, Stage, plan_processes
 from services.cli.supervisor.prepare import clean_run_dir
-from services.cli.supervisor.serve import tidy
+from services.cli.supervisor.serve import serve, tidy
 
 
 def names(settings: Settings) -> list[str]:
@@ -37,22 +40,50 @@ def test_waits_double_up_to_a_bound_and_start_anew_after_a_steady_life() -> None
     assert backoff.num_ends == 9
 
 
-def test_sockets_of_a_killed_cluster_are_removed_and_other_files_stay(tmp_path: Path) -> None:
-
+def bind_socket(path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as stale:
-        stale.bind(str(tmp_path / "decode-0.handoff"))
-    (tmp_path / "note.txt").write_text("")
-    assert clean_run_dir(tmp_path) == ["decode-0.handoff"]
-    assert (tmp_path / "note.txt").exists()
-    assert not (tmp_path / "decode-0.handoff").exists()
+        stale.bind(str(path))
+
+
+def test_sockets_of_a_killed_cluster_are_removed_and_those_of_others_stay(tmp_path: Path) -> None:
+    ours = ["controller.admin", "controller.control", "decode-0.handoff", "gateway-0.tokens"]
+    for name in (*ours, "bus"):
+        bind_socket(tmp_path / name)
+    (tmp_path / "note.tokens").write_text("")
+    assert clean_run_dir(tmp_path) == ours
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left == ["bus", "controller.lock", "note.tokens"]
 
 
 def test_nothing_of_ours_is_left_in_a_folder_that_was_there_before(tmp_path: Path) -> None:
-    with socket.socket(socket.AF_UNIX) as stale:
-        stale.bind(str(tmp_path / "decode-0.handoff"))
+    bind_socket(tmp_path / "decode-0.handoff")
     for name in ("settings.json", "serve.lock", "note.txt"):
         (tmp_path / name).write_text("")
     tidy(tmp_path, remove_folder=False)
     assert [path.name for path in tmp_path.iterdir()] == ["note.txt"]
-    tidy(tmp_path, remove_folder=True)
-    assert not tmp_path.exists()
+
+
+def test_a_folder_made_for_the_sockets_is_removed_but_never_what_else_lies_in_it(
+    tmp_path: Path,
+) -> None:
+    log = tmp_path / "run" / "logs" / "serve.jsonl"
+    log.parent.mkdir(parents=True)
+    log.write_text("kept")
+    (tmp_path / "run" / "settings.json").write_text("")
+    bind_socket(tmp_path / "run" / "gateway-0.tokens")
+    tidy(tmp_path / "run", remove_folder=True)
+    assert log.read_text() == "kept"
+    assert list((tmp_path / "run").iterdir()) == [log.parent]
+    log.unlink()
+    log.parent.rmdir()
+    tidy(tmp_path / "run", remove_folder=True)
+    assert not (tmp_path / "run").exists()
+
+
+def test_serve_refuses_an_unusable_log_dir_by_name_and_leaves_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    log_dir = tmp_path / "file" / "logs"
+    settings = Settings(port=1, run_dir=tmp_path / "run", log_dir=log_dir)
+    with pytest.raises(ConfigError, match=f"log_dir {log_dir} cannot be used"):
+        serve(settings, is_port_free=True)
+    assert not (tmp_path / "run").exists()

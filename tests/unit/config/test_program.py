@@ -36,6 +36,25 @@ def test_a_config_error_is_told_and_ends_with_code_2(capsys: pytest.CaptureFixtu
     assert why == "flowpath decode: model.safetensors is missing"
 
 
+@pytest.mark.parametrize("program", ["controller", "gateway", "prefill"])
+def test_an_unusable_log_dir_ends_a_program_with_code_2_and_no_traceback(
+    tmp_path: Path, program: str
+) -> None:
+    (tmp_path / "file").write_text("")
+    settings = Settings(port=7, run_dir=tmp_path / "run", log_dir=tmp_path / "file" / "logs")
+    save_settings(settings, tmp_path / "s.json")
+    done = subprocess.run(
+        [sys.executable, "-m", f"services.{program}", "--settings", str(tmp_path / "s.json")],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2
+    assert f"log_dir {settings.log_dir} cannot be used" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 PARENT = """
 import os, subprocess, sys
 child = subprocess.Popen([sys.executable, "-c", sys.argv[1], str(os.getpid())], stdout=sys.stdout)

@@ -2,12 +2,14 @@ import json
 import logging
 import os
 import re
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import structlog
 
+from common.errors import ConfigError
 from common.telemetry.log_file import LogFile
 from common.telemetry.logging import configure_logging
 from common.telemetry.story import log_files, parse_line, read_log_folder, request_story
@@ -133,6 +135,30 @@ def test_lines_that_cannot_be_written_are_counted_and_told(
     file.write("kept")
     assert file.num_dropped == 0
     assert file.path.read_text() == '{"event": "log_lines_dropped", "count": 2}\nkept\n'
+
+
+def test_a_line_that_fits_only_in_part_is_taken_back_and_counted(tmp_path: Path) -> None:
+    file = LogFile(tmp_path / "p.jsonl")
+    file.write("whole")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len("whole\nto"), hard))
+    try:
+        file.write("torn")
+        assert file.path.read_text() == "whole\n"
+        assert file.num_dropped == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    file.write("next")
+    file.close()
+    assert file.path.read_text() == 'whole\n{"event": "log_lines_dropped", "count": 1}\nnext\n'
+
+
+@pytest.mark.parametrize("folder", ["file", "file/logs"])
+def test_an_unusable_folder_is_refused_by_name_and_with_advice(tmp_path: Path, folder: str) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="FLOWPATH_LOG_DIR") as refused:
+        configure_logging("p", tmp_path / folder, "info")
+    assert f"log_dir {tmp_path / folder} cannot be used" in str(refused.value)
 
 
 def test_a_closed_file_stays_closed(tmp_path: Path) -> None:
