@@ -97,6 +97,8 @@ def tidy(run_dir: Path, *, remove_folder: bool) -> None:
 
     With ``remove_folder`` the folder goes too, unless it holds something else, such as logs.
     """
+    if not run_dir.exists():  # as when a session's end takes XDG_RUNTIME_DIR away
+        return
     clean_run_dir(run_dir)
     for name in ("settings.json", "controller.lock", "serve.lock"):
         (run_dir / name).unlink(missing_ok=True)
