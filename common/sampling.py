@@ -41,7 +41,7 @@ class SamplingParams:
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     top_k: Annotated[int, Field(strict=True, ge=0)] = 0
     min_p: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
-    repetition_penalty: Annotated[float, Field(gt=0.0, le=100.0)] = 1.0
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100.0)] = 1.0
     presence_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] = 0.0
     frequency_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] = 0.0
     logit_bias: dict[TokenId, float] = field(default_factory=dict)

@@ -162,6 +162,8 @@ _REFUSED: tuple[tuple[Json, str], ...] = (
     ({"seed": 2**63}, "seed"),
     ({"seed": 1.0}, "seed"),
     ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"repetition_penalty": 0.0099}, "repetition_penalty"),
+    ({"repetition_penalty": 1e-40}, "repetition_penalty"),
     ({"presence_penalty": 2.1}, "presence_penalty"),
     ({"frequency_penalty": -2.1}, "frequency_penalty"),
     ({"logit_bias": {"x": 1}}, "logit_bias"),
