@@ -228,7 +228,8 @@ class RequestFailed:
 class CancelRequest:
     """Gateway → controller: the client left, or (``choice`` set) one choice is complete.
 
-    The controller passes it on as ``Cancel``. Idempotent; an unknown id is ignored.
+    The controller passes it on as ``Cancel``, for an id without a record to every worker: an
+    earlier controller may have placed it. Idempotent.
     """
 
     request_id: RequestId
@@ -280,10 +281,22 @@ class PlaceDecode:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRUCT)
+class PlacementUnknown:
+    """Controller → prefill worker, answer to ``DecodeRefused`` for a request without a record.
+
+    An earlier controller placed it, and nobody will place its decode: the worker fails it by name
+    and tells its gateway. Ignored when the request is not waiting for a decode side.
+    """
+
+    request_id: RequestId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRUCT)
 class DecodeRefused:
     """Prefill worker → controller: the decode side has no room, or cannot be paired with.
 
-    The controller places the decode again; the prefill goes on meanwhile and is kept.
+    The controller places the decode again; the prefill goes on meanwhile and is kept. Sent again
+    to a controller that was started anew, which answers ``PlacementUnknown``.
     """
 
     request_id: RequestId
@@ -327,6 +340,7 @@ ControllerToWorker = (
     | PeerLeft
     | PlaceRequest
     | PlaceDecode
+    | PlacementUnknown
     | Cancel
 )
 ControllerToGateway = (

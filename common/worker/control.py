@@ -19,6 +19,7 @@ from common.messages.control import (
     PeerJoined,
     PeerLeft,
     PlaceDecode,
+    PlacementUnknown,
     PlaceRequest,
     WorkerAccepted,
     WorkerHello,
@@ -31,7 +32,9 @@ log = structlog.get_logger()
 HELLO_RETRY_SECONDS = 1.0
 TRIES_PER_LINE = 15
 
-Order = PlaceRequest | PlaceDecode | Cancel | PeerJoined | PeerLeft | WorkerAccepted
+Order = (
+    PlaceRequest | PlaceDecode | PlacementUnknown | Cancel | PeerJoined | PeerLeft | WorkerAccepted
+)
 
 
 class WasFenced(Exception):  # noqa: N818  # an outcome, not an error
@@ -89,7 +92,14 @@ class ControlLink:
                         raise WasFenced(message.message)
                 case HeartbeatAnswered():
                     self._answered_at = monotonic()
-                case PlaceRequest() | PlaceDecode() | Cancel() | PeerJoined() | PeerLeft():
+                case (
+                    PlaceRequest()
+                    | PlaceDecode()
+                    | PlacementUnknown()
+                    | Cancel()
+                    | PeerJoined()
+                    | PeerLeft()
+                ):
                     self._on_order(message, received.payload)
 
     async def beat(self) -> None:

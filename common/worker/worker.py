@@ -9,7 +9,6 @@ order, before the next event is looked at.
 import asyncio
 from collections.abc import Iterable
 from concurrent.futures import Executor
-from dataclasses import dataclass
 from time import monotonic
 from typing import assert_never
 
@@ -32,6 +31,7 @@ from common.messages.control import (
     PeerJoined,
     PeerLeft,
     PlaceDecode,
+    PlacementUnknown,
     PlaceRequest,
     RequestFailed,
     RequestFinished,
@@ -68,22 +68,13 @@ from common.worker.inbound import MAX_TOKEN_ID, InboundHandoffs, TakenOver
 from common.worker.measures import note_handoff_end, take_heartbeat
 from common.worker.outbound import OutboundHandoffs, TransferTotals
 from common.worker.payload import unpack_ids
+from common.worker.route import Route
 from common.worker.stepping import execute_step
 
 log = structlog.get_logger()
 
 TICK_SECONDS = 0.05
 RENEWALS_PER_LEASE = 4
-
-
-@dataclass(slots=True, eq=False)
-class _Route:
-    """Where a request is to be decoded, and what its handoff will need when it can begin."""
-
-    decode: PeerInfo | None
-    received_at: float
-    computed: PromptComputed | None = None
-    computed_at: float = 0.0
 
 
 class HybridWorker:
@@ -107,7 +98,7 @@ class HybridWorker:
         self._own_pool = own_pool
         self._lease_seconds = lease_seconds
         self.metrics = WorkerMetrics()
-        self._routes: dict[RequestId, _Route] = {}
+        self._routes: dict[RequestId, Route] = {}
         self._wake = asyncio.Event()
         self._role: Role | None = None
         self._is_draining = False
@@ -134,6 +125,9 @@ class HybridWorker:
         match order:
             case WorkerAccepted():
                 self._role = order.role
+                for request_id, route in self._routes.items():
+                    if route.refused is not None:  # told to a controller that is gone, perhaps
+                        self._control.send(route.refused, request_id)
                 for peer in order.peers:
                     self._pair(peer)
             case PeerJoined():
@@ -146,6 +140,8 @@ class HybridWorker:
                 self._place(order, payload)
             case PlaceDecode():
                 self._place_decode(order)
+            case PlacementUnknown():
+                self._placement_unknown(order.request_id)
             case Cancel():
                 self._cancel(order)
             case _:
@@ -167,20 +163,16 @@ class HybridWorker:
             refusal = ErrorCode.INTERNAL, f"{self._id} still has a request of this id"
         if refusal is not None:
             self.metrics.refusals.labels(refusal[0]).inc()
-            failed = RequestFailed(request_id=request_id, code=refusal[0], message=refusal[1])
-            self._control.send(failed, request_id)
+            self._report_failed(request_id, *refusal)
             return
         try:
             prompt = unpack_ids(payload, order.num_prompt_tokens, MAX_TOKEN_ID)
         except RemoteProtocolError as error:
-            failed = RequestFailed(
-                request_id=request_id, code=ErrorCode.INTERNAL, message=str(error)
-            )
-            self._control.send(failed, request_id)
+            self._report_failed(request_id, ErrorCode.INTERNAL, str(error))
             return
         # A request of one token ends with its prefill and needs no decode side.
         is_remote = order.decode is not None and order.params.max_tokens > 1
-        self._routes[request_id] = _Route(order.decode, monotonic())
+        self._routes[request_id] = Route(order.decode, monotonic())
         self._emitter.open(order.gateway_id, order.tokens_endpoint)
         log.info(
             "request_received",
@@ -198,6 +190,7 @@ class HybridWorker:
             log.info("order_ignored", request_id=order.request_id, order="PlaceDecode")
             return
         route.decode = order.decode
+        route.refused = None
         if order.decode.worker_id == self._id:
             self.execute(self._scheduler.place_locally(order.request_id))
         elif request.is_remote and request.phase in (
@@ -205,6 +198,12 @@ class HybridWorker:
             RequestPhase.SENDING,
         ):
             self._begin_handoff(order.request_id)
+
+    def _placement_unknown(self, request_id: RequestId) -> None:
+        route = self._routes.get(request_id)
+        if route is not None and route.refused is not None:
+            message = "the controller was started anew while the request waited for a decode worker"
+            self._break(request_id, ErrorCode.NO_WORKER, message)
 
     def _cancel(self, order: Cancel) -> None:
         log.info(
@@ -263,10 +262,13 @@ class HybridWorker:
                 log.error("request_failed", request_id=request_id, code=code, reason=message)
                 self.metrics.failures.labels(code).inc()
                 self._emitter.fail(gateway_id, request_id, code, message)
-                failed = RequestFailed(request_id=request_id, code=code, message=message[:4096])
-                self._control.send(failed, request_id)
+                self._report_failed(request_id, code, message)
             case _:
                 assert_never(effect)
+
+    def _report_failed(self, request_id: RequestId, code: ErrorCode, message: str) -> None:
+        failed = RequestFailed(request_id=request_id, code=code, message=message[:4096])
+        self._control.send(failed, request_id)
 
     def _break(self, request_id: RequestId, code: ErrorCode, message: str) -> None:
         self.execute(self._scheduler.fail(request_id, code, message))
@@ -307,7 +309,7 @@ class HybridWorker:
         if request is not None and request.is_handoff_open:
             self._finish_handoff(computed.request_id, route)
 
-    def _finish_handoff(self, request_id: RequestId, route: _Route) -> None:
+    def _finish_handoff(self, request_id: RequestId, route: Route) -> None:
         computed = route.computed
         request = self._scheduler.find(request_id)
         assert computed is not None, "called when the prompt is computed"
@@ -347,6 +349,7 @@ class HybridWorker:
                     code=code,
                     message=message[:4096],
                 )
+                self._routes[request_id].refused = refused
                 self._control.send(refused, request_id)
             case EndCancelled():
                 self.execute(self._scheduler.cancel(request_id, None) or [])

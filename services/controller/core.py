@@ -5,6 +5,7 @@ from typing import assert_never
 from common.errors import ErrorCode, RemoteProtocolError
 from common.messages.codec import Envelope
 from common.messages.control import (
+    Cancel,
     CancelRequest,
     ClusterState,
     DecodeRefused,
@@ -19,6 +20,7 @@ from common.messages.control import (
     HelloRequested,
     PeerJoined,
     PeerLeft,
+    PlacementUnknown,
     PlaceRequest,
     RequestFailed,
     RequestFinished,
@@ -65,7 +67,7 @@ class ControllerCore:
 
     def handle(self, event: CoreEvent, now: float) -> list[Effect]:
         """Take one event and return what to do, in order."""
-        if not self.book.requests:
+        if not self.book.requests and not self.members.has_work():
             self._progress_at = now
         match event:
             case MessageReceived(received):
@@ -85,9 +87,8 @@ class ControllerCore:
         if missing := self._dispatcher.missing_role():
             return False, missing
         stalled = now - self._progress_at
-        if self.book.requests and stalled > self._limits.stall_seconds:
-            count = len(self.book.requests)
-            return False, f"{count} requests are pending and no worker moved for {stalled:.0f} s"
+        if stalled > self._limits.stall_seconds:
+            return False, f"work is pending and no worker moved for {stalled:.0f} s"
         return True, ""
 
     def validate(self) -> None:
@@ -128,6 +129,10 @@ class ControllerCore:
         match message:
             case Heartbeat():
                 return self._heartbeat(worker, message, envelope, now)
+            case DecodeRefused() if message.request_id not in self.book.requests:
+                unknown = PlacementUnknown(request_id=message.request_id)
+                note = Note("placement_unknown", cause, message.request_id)
+                return [note, Send(key, unknown, cause)]
             case DecodeRefused():
                 return self._dispatcher.decode_refused(key, message, cause, now)
             case DecodeStarted():
@@ -167,6 +172,8 @@ class ControllerCore:
                 return [Send(key, self._cluster_state(now), cause)]
             case SubmitRequest():
                 return self._dispatcher.submit(gateway, message, payload, cause, now)
+            case CancelRequest() if message.request_id not in self.book.requests:
+                return self._cancel_everywhere(message, cause)
             case CancelRequest():
                 return self._lifecycle.cancel(key, message, cause, now)
             case Goodbye(reason=reason):
@@ -183,6 +190,16 @@ class ControllerCore:
                 raise RemoteProtocolError(f"gateway {key[0]} sent {type(message).__name__}")
             case _:
                 assert_never(message)
+
+    def _cancel_everywhere(self, message: CancelRequest, cause: str) -> list[Effect]:
+        """Cancel what has no record: it ended, or an earlier controller placed it."""
+        cancel = Cancel(
+            request_id=message.request_id,
+            choice=message.choice,
+            reason=message.reason or "cancelled",
+        )
+        note = Note("cancel_of_unknown", cause, message.request_id)
+        return [note, *(Send(worker, cancel, cause) for worker in self.members.workers)]
 
     def _from_stranger(self, key: PeerKey, message: FromPeer, cause: str) -> list[Effect]:
         facts: tuple[Fact, ...] = (("sender", key[0]),)

@@ -115,6 +115,11 @@ class Members:
         """Yield the workers that may get new work."""
         return (w for w in self.workers.values() if w.state is WorkerState.READY)
 
+    def has_work(self) -> bool:
+        """Whether any worker says that it has something to compute."""
+        loads = [worker.load for worker in self.workers.values() if worker.load is not None]
+        return any(load.num_waiting or load.num_prefilling or load.num_decoding for load in loads)
+
     def num_ready(self, role: Role) -> int:
         """Count the ready workers of a role."""
         return sum(worker.peer.role is role for worker in self.ready_workers())

@@ -43,6 +43,8 @@ ANSWER_SECONDS = 10.0
 """How long the controller may take to place or refuse."""
 SILENCE_SECONDS = 10.0
 """Controller and tokens both silent this long: nobody would tell us of a dead worker."""
+ORPHAN_SILENCE_SECONDS = 30.0
+"""A request of an earlier controller without a token for this long is given up."""
 HELLO_RETRY_SECONDS = 0.5
 POLL_SECONDS = 1.0
 DELTAS_PER_TURN = 16
@@ -65,6 +67,7 @@ class ClusterSubmission:
         self._cancelled_choices: set[int] = set()
         self._heard_at = monotonic()
         self._gap_since: float | None = None
+        self._is_orphan = False
         timeout = backend.request_timeout_seconds
         self._deadline = monotonic() + timeout if timeout else None
 
@@ -117,6 +120,10 @@ class ClusterSubmission:
             self._arrived.clear()
             await self._arrived.wait()
 
+    def orphan(self) -> None:
+        """The controller that placed the request is gone; the new one does not know it."""
+        self._is_orphan = True
+
     def check_deadlines(self, now: float) -> None:
         """Fail the request when its time is over, or when nobody would tell of its end."""
         if self._deadline is not None and now > self._deadline:
@@ -126,6 +133,10 @@ class ClusterSubmission:
         if self._gap_since is not None and now - self._gap_since > SILENCE_SECONDS:
             message = "tokens were lost on their way to the gateway"
             self.fail(RequestError(ErrorCode.TRANSFER_FAILED, message))
+            return
+        if self._is_orphan and now - self._heard_at > ORPHAN_SILENCE_SECONDS:
+            message = "nothing was heard of the request since the controller was started anew"
+            self.fail(RequestError(ErrorCode.WORKER_DIED, message))
             return
         silent = self._backend.controller_silence_seconds
         if silent > SILENCE_SECONDS and now - self._heard_at > SILENCE_SECONDS:
@@ -303,6 +314,8 @@ class ClusterBackend:
                     f"expected {message.expected}: {message.message}"
                 )
             case HelloRequested():
+                for orphaned in self._submissions.values():
+                    orphaned.orphan()
                 self._control.try_send(self._hello, "hello requested")
             case Fenced():
                 self._begin_anew(message.message)

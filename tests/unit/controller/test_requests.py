@@ -328,11 +328,20 @@ def test_a_decode_that_starts_after_its_request_was_ended_is_told_to_stop() -> N
     assert sent_names(cluster.started("d0", "r")) == [("d0", "Cancel")]
 
 
-def test_a_cancel_of_an_unknown_request_or_of_another_gateway_s_is_ignored() -> None:
+def test_a_cancel_of_a_request_without_a_record_reaches_every_worker() -> None:
+    cluster = pair_cluster()
+    assert sent_names(cluster.cancel("x")) == [("p0", "Cancel"), ("d0", "Cancel")]
+
+
+def test_a_refused_decode_of_a_request_without_a_record_is_answered() -> None:
+    cluster = pair_cluster()
+    assert sent_names(cluster.refused("p0", "d0", "x")) == [("p0", "PlacementUnknown")]
+
+
+def test_a_cancel_of_another_gateway_s_request_is_ignored() -> None:
     cluster = pair_cluster()
     cluster.join_gateway("g2")
     cluster.submit("r")
-    assert sent_names(cluster.cancel("x")) == []
     assert notes(cluster.cancel("r", gateway="g2")) == ["event_ignored"]
     assert cluster.phase("r") == "placed"
 
