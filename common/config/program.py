@@ -39,6 +39,8 @@ def run_program(
     try:
         settings = read_settings(given.settings) if given.settings else load_settings().settings
         if given.parent is None:
+            if given.settings and given.settings.name == f"{given.id}.settings.json":
+                given.settings.unlink(missing_ok=True)  # ours alone, made for this start
             log_file = settings.log_dir / f"{given.id or program}.jsonl"
             sys.stderr.write(f"flowpath {program}: logs to {log_file}\n")
         return body(settings, str(given.id))

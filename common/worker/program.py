@@ -101,7 +101,7 @@ def _build(settings: Settings, worker_id: str) -> _Machine:
     num_blocks = settings.kv_bytes // layout.block_bytes
     if num_blocks < 2:
         raise ConfigError(
-            f"FLOWPATH_KV_BYTES={settings.kv_bytes} holds {num_blocks} blocks of "
+            f"kv_bytes {settings.kv_bytes} holds {num_blocks} blocks of "
             f"{layout.block_bytes} bytes; at least 2 are needed"
         )
     pool = KVPool(num_blocks, layout.block_bytes)

@@ -139,7 +139,7 @@ class CompletionService:
             request_id=connection.request_id,
             num_cached_tokens=generation.num_cached_tokens,
             num_completion_tokens=generation.num_completion_tokens,
-            finish_reasons=[str(reason) for reason in generation.finish_reasons],
+            finish_reasons=[reason and str(reason) for reason in generation.finish_reasons],
             seconds=round(connection.age_seconds(), 6),
             **fields,
         )

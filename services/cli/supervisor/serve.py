@@ -60,6 +60,9 @@ def _serve_on_port(settings: Settings) -> int:
             tidy(settings.run_dir, remove_folder=not was_there)
 
 
+_DTYPES = {"auto": "auto (the fastest that this processor does natively)"}
+
+
 async def _serve(settings: Settings, console: Console) -> int:
     def tell(line: str) -> None:
         console.print(escape(line))
@@ -74,7 +77,8 @@ async def _serve(settings: Settings, console: Console) -> int:
     processes = ", ".join(spec.name for spec in specs)
     for name, value in (
         ("url", f"{settings.url}/v1"),
-        ("model", f"{settings.model_name} ({settings.model}), {settings.dtype}"),
+        ("model", f"{settings.model_name} ({settings.model})"),
+        ("dtype", _DTYPES.get(settings.dtype, settings.dtype)),
         ("processes", processes),
         ("transport", transport),
         ("logs", str(settings.log_dir)),

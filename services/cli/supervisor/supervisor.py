@@ -111,6 +111,9 @@ class Supervisor:
             if health == 200 and is_whole and not self._stop_asked.is_set():
                 self._is_ready = True
                 seconds = monotonic() - started
+                late = sorted(set(self._ended) - seen)
+                if late:
+                    self._tell(f"  still starting: {', '.join(late)}")
                 self._tell(f"ready after {seconds:.1f} s: {settings.url}/v1")
                 log.info("ready", cause="health", seconds=round(seconds, 3), url=settings.url)
                 return
