@@ -19,6 +19,8 @@ PROTOCOL_VERSION = 1
 MAX_HEADER_BYTES = 8 * 1024 * 1024
 MAX_PAYLOAD_BYTES = 64 * 1024 * 1024
 MAX_FRAMES = 4
+MAX_COUNT = 2**53
+"""Bound of epoch, role generation and sequence number: what a ``Count`` field may hold."""
 MAX_SENDER_CHARS = 200
 
 M = TypeVar("M")
@@ -99,7 +101,8 @@ class Codec(Generic[M]):
                 f"sender of {len(sender)} characters; 1 to {MAX_SENDER_CHARS} expected"
             )
         for name, value in (("epoch", epoch), ("generation", generation), ("sequence", sequence)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            is_count = isinstance(value, int) and not isinstance(value, bool)
+            if not is_count or not 0 <= value <= MAX_COUNT:
                 raise RemoteProtocolError(f"{name} of {sender!r} is not a count: {value!r:.40}")
         adapter = self._adapters.get(tag) if isinstance(tag, str) else None
         if adapter is None:

@@ -104,7 +104,7 @@ def test_a_sender_that_is_no_name_is_refused(sender: object) -> None:
 
 
 @pytest.mark.parametrize("field", ["epoch", "generation", "sequence"])
-@pytest.mark.parametrize("value", [True, False, -1, 1.0, "1", None])
+@pytest.mark.parametrize("value", [True, False, -1, 2**53 + 1, 2**64 - 1, 1.0, "1", None])
 def test_a_number_of_the_envelope_that_is_no_count_is_refused_by_name(
     field: str, value: object
 ) -> None:
