@@ -13,7 +13,8 @@ NIXL is no dependency of the project. Put it into an environment of its own and 
     python -m benchmarks.transfer_peers --nixl /tmp/nixl/bin/python
 
 Torch comes first and in its CPU build, or NIXL pulls several GB of CUDA. Without ``--nixl`` our
-transports are compared with the bare limits alone.
+transports are compared with the bare limits alone. ``--namespaces`` puts the two processes into
+network namespaces that are joined by a virtual Ethernet cable, as two hosts are (as root).
 """
 
 import argparse
@@ -24,7 +25,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -37,6 +38,7 @@ from common.kv.pool import PeerPool
 from common.transfer.bench_peer import STALL_SECONDS, bench_peer, filled_pool
 from common.transfer.shm import ShmBackend
 from common.transfer.tcp import TcpBackend
+from tests.support.two_hosts import two_hosts, why_no_hosts
 
 ROOT = Path(__file__).parents[1]
 NUM_FRAGMENTS = 1024
@@ -71,9 +73,9 @@ def block_pairs(num_fragments: int) -> tuple[list[int], list[int]]:
 
 
 @contextmanager
-def our_ways() -> Iterator[dict[tuple[str, str], Write]]:
+def our_ways(host: str, launcher: Sequence[str]) -> Iterator[dict[tuple[str, str], Write]]:
     """Yield the ways into a pool of a second process of ours, by (way, case)."""
-    with bench_peer(NUM_FRAGMENTS, FRAGMENT_BYTES) as peer:
+    with bench_peer(NUM_FRAGMENTS, FRAGMENT_BYTES, host=host, launcher=launcher) as peer:
         source = filled_pool(NUM_FRAGMENTS, FRAGMENT_BYTES)
         mapped = PeerPool.open(peer.memory)
         target = np.frombuffer(mapped.buffer, dtype=np.uint8)
@@ -94,7 +96,9 @@ def our_ways() -> Iterator[dict[tuple[str, str], Write]]:
 
 
 @contextmanager
-def nixl_ways(python: str, way: str, tls: str | None) -> Iterator[dict[tuple[str, str], Write]]:
+def nixl_ways(
+    python: str, way: str, tls: str | None, launcher: Sequence[str]
+) -> Iterator[dict[tuple[str, str], Write]]:
     """Yield NIXL's ways between two processes of its own; ``tls`` limits its transports.
 
     Its threads poll without a rest, so both processes stand still while others have their turn.
@@ -107,7 +111,7 @@ def nixl_ways(python: str, way: str, tls: str | None) -> Iterator[dict[tuple[str
         told: list[object] = []
         for name in ("target", "initiator"):
             side = subprocess.Popen(
-                [python, str(ROOT / "benchmarks" / "nixl_agent.py"), name, str(NUM_BYTES)],
+                [*(launcher if name == "target" else ()), python, str(ROOT / "benchmarks" / "nixl_agent.py"), name, str(NUM_BYTES)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
@@ -182,16 +186,32 @@ def verdicts(medians: dict[tuple[str, str], float]) -> list[tuple[str, float, fl
     return found
 
 
+def run_between_namespaces(argv: list[str]) -> int:
+    """Run the whole benchmark once more on one of two hosts, its peers on the other."""
+    if (why := why_no_hosts()) is not None:
+        print(f"this machine cannot play two hosts: {why}", file=sys.stderr)
+        return 2
+    with two_hosts() as cable:
+        peer = ("--peer", cable.b.address, json.dumps(cable.b.inside()))
+        again = (sys.executable, "-m", "benchmarks.transfer_peers", *argv, *peer)
+        return subprocess.run(cable.a.inside(*again), check=False).returncode
+
+
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.transfer_peers")
     parser.add_argument("--nixl", metavar="PYTHON", help="interpreter of an environment with NIXL")
     parser.add_argument("--turns", type=int, default=15, help="turns that count (15)")
+    parser.add_argument("--namespaces", action="store_true", help="two network namespaces")
+    parser.add_argument("--peer", nargs=2, metavar=("HOST", "LAUNCHER"), help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
+    if arguments.namespaces and arguments.peer is None:
+        return run_between_namespaces(argv)
+    host, launcher = arguments.peer or ("127.0.0.1", "[]")
     with ExitStack() as stack:
-        ways = stack.enter_context(our_ways())
+        ways = stack.enter_context(our_ways(host, json.loads(launcher)))
         if arguments.nixl:
             for way, tls in (("NIXL, shared memory", None), ("NIXL, tcp", "tcp")):
-                ways |= stack.enter_context(nixl_ways(arguments.nixl, way, tls))
+                ways |= stack.enter_context(nixl_ways(arguments.nixl, way, tls, json.loads(launcher)))
         medians = measure(ways, arguments.turns)
     rows: list[dict[str, Cell]] = [
         {
@@ -206,7 +226,8 @@ def main(argv: list[str]) -> int:
     found = verdicts(medians)
     for what, ratio, target in found:
         print(f"{what}: {ratio:.2f} (target {target:g})")
-    print(f"kept in benchmarks/results/{write_results('transfer_peers', argv, rows).name}")
+    name = "transfer_peers_namespaces" if arguments.namespaces else "transfer_peers"
+    print(f"kept in benchmarks/results/{write_results(name, argv, rows).name}")
     return 0 if all(ratio >= target for _, ratio, target in found) else 1
 
 

@@ -1,6 +1,6 @@
 """The other process of a transfer benchmark: it owns a pool that may be written in every way.
 
-``python -m common.transfer.bench_peer NUM_BLOCKS BLOCK_BYTES`` tells on its output how to reach the
+``python -m common.transfer.bench_peer NUM_BLOCKS BLOCK_BYTES HOST`` tells on its output how to reach the
 pool over shared memory, over ``tcp`` (every block granted) and over a plain socket, and ends with
 its input.
 """
@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -49,10 +49,17 @@ class BenchPeer:
 
 
 @contextmanager
-def bench_peer(num_blocks: int, block_bytes: int) -> Iterator[BenchPeer]:
-    """Run the other process as long as the block."""
+def bench_peer(
+    num_blocks: int, block_bytes: int, *, host: str = "127.0.0.1", launcher: Sequence[str] = ()
+) -> Iterator[BenchPeer]:
+    """Run the other process as long as the block.
+
+    ``launcher`` is a command that runs the one after it elsewhere, such as in another network
+    namespace; ``host`` is the address at which it can be reached there.
+    """
+    program = [sys.executable, "-m", "common.transfer.bench_peer"]
     with subprocess.Popen(  # noqa: S603 - this interpreter, with numbers
-        [sys.executable, "-m", "common.transfer.bench_peer", str(num_blocks), str(block_bytes)],
+        [*launcher, *program, str(num_blocks), str(block_bytes), host],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -62,7 +69,7 @@ def bench_peer(num_blocks: int, block_bytes: int) -> Iterator[BenchPeer]:
         if not line:
             raise TransferError("the other process of the benchmark did not start")
         memory, network, secrets, port = json.loads(line)
-        with socket.create_connection(("127.0.0.1", port)) as plain:
+        with socket.create_connection((host, port)) as plain:
             plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             yield BenchPeer(
                 memory=_MEMORY.validate_python(memory | {"nonce": bytes.fromhex(secrets[0])}),
@@ -82,16 +89,16 @@ def filled_pool(num_blocks: int, block_bytes: int) -> KVPool:
     return pool
 
 
-def main(num_blocks: int, block_bytes: int) -> None:
+def main(num_blocks: int, block_bytes: int, host: str) -> None:
     """Own the pool until the input ends."""
     structlog.configure(
         wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
     )
     pool = filled_pool(num_blocks, block_bytes)
-    export = TcpExport(pool, STALL_SECONDS)
+    export = TcpExport(pool, STALL_SECONDS, host=host)
     token = export.grant(TRANSFER, range(num_blocks))
-    with socket.create_server(("127.0.0.1", 0)) as listener:
+    with socket.create_server((host, 0)) as listener:
         memory, network = pool.handle(), export.handle()
         told = [
             _MEMORY.dump_python(memory, exclude={"nonce"}),
@@ -122,4 +129,4 @@ def _receive_plain(sock: socket.socket, memory: memoryview) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

@@ -18,6 +18,8 @@ from common.errors import TransferError
 KEEPALIVE_PROBES = 3
 MAX_VIEWS = 1024
 """Pieces of memory in one system call (IOV_MAX)."""
+MAX_UNSENT_BYTES = 512 * 1024
+"""Bytes in a stream's queue that are not under way yet."""
 
 
 class DataSocket:
@@ -121,7 +123,11 @@ class DataSocket:
 
 
 def _configure(sock: socket.socket, stall_seconds: float) -> None:
-    """Set timeouts and options; buffers stay the kernel's to size, which it does by the path."""
+    """Set timeouts and options; buffers stay the kernel's to size, which it does by the path.
+
+    Only what is not under way yet is bounded: a longer queue would leave the processor's cache
+    before the kernel comes to send it.
+    """
     sock.settimeout(None)
     interval = struct.pack("@ll", int(stall_seconds), int(stall_seconds % 1 * 1_000_000))
     seconds = max(1, round(stall_seconds))
@@ -130,6 +136,7 @@ def _configure(sock: socket.socket, stall_seconds: float) -> None:
         (socket.SOL_SOCKET, socket.SO_SNDTIMEO, interval),
         (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
         (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
+        (socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, MAX_UNSENT_BYTES),
         (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, seconds),
         (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, seconds),
         (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_PROBES),
