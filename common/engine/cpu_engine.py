@@ -9,7 +9,7 @@ from common.engine.batch import flatten
 from common.engine.decoder import Decoder
 from common.engine.dtype import TORCH_DTYPES
 from common.engine.failure import RowOutcome, RowsFailed
-from common.engine.interface import StepRow
+from common.engine.interface import DeferredStep, LaunchedStep, StepRow
 from common.engine.kernels import DecoderKernels
 from common.engine.rope import rotary_tables
 from common.engine.sampler import sample
@@ -25,6 +25,8 @@ class CpuEngine:
 
     K and V live in the pool alone. The number of threads is torch's, and so the process's.
     """
+
+    max_in_flight = 1
 
     def __init__(
         self,
@@ -51,6 +53,19 @@ class CpuEngine:
             )
             kernels = DecoderKernels(layout, pool_bytes, self.config.num_heads, tables, num_threads)
             self._decoder = Decoder(self.config, weights, kernels)
+        self._num_launched = 0
+
+    def launch(self, rows: Sequence[StepRow]) -> DeferredStep:
+        """Note a step down; it is computed when it is collected."""
+        step = DeferredStep(self._num_launched, rows)
+        self._num_launched += 1
+        return step
+
+    def collect(self, step: LaunchedStep) -> list[tuple[SampledToken, ...]]:
+        """Compute a launched step (see ``execute``)."""
+        if not isinstance(step, DeferredStep):
+            raise TypeError(f"step {step.number} was launched by another engine")
+        return self.execute(step.rows)
 
     def execute(self, rows: Sequence[StepRow]) -> list[tuple[SampledToken, ...]]:
         """Compute all rows in one pass and write their K and V into the pool.

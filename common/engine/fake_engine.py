@@ -8,11 +8,12 @@ from the prompt alone.
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from common.engine.interface import SampleSpec, StepRow
+from common.engine.interface import DeferredStep, LaunchedStep, SampleSpec, StepRow
 from common.kv.layout import KVLayout
 from common.sampling import SampledToken, SamplingParams
 
@@ -30,13 +31,23 @@ class FakeEngine:
     """Implements ``common.engine.interface.Engine``; deterministic, without a model.
 
     ``pace`` is called in every step, in the step's thread and before anything is written: it
-    decides how long the step takes. A head needs at least 8 bytes a token. No token that would end
+    decides how long the step takes. With ``max_in_flight`` 2 steps are planned ahead as for a
+    device, though each is computed only when it is collected. A head needs at least 8 bytes a token. No token that would end
     a choice is ever drawn: requests run to their ``max_tokens``.
     """
 
     def __init__(
-        self, layout: KVLayout, pool: memoryview, vocab_size: int, pace: Pace | None = None
+        self,
+        layout: KVLayout,
+        pool: memoryview,
+        vocab_size: int,
+        pace: Pace | None = None,
+        *,
+        max_in_flight: int = 1,
     ) -> None:
+        self.max_in_flight = max_in_flight
+        self._num_launched = 0
+        self._drawn: dict[int, list[tuple[SampledToken, ...]]] = {}
         self._block_size = layout.block_size
         self._vocab_size = vocab_size
         self._pace = pace
@@ -45,6 +56,21 @@ class FakeEngine:
         shape = (num_blocks, layout.num_layers, layout.planes, layout.block_size, -1)
         self._words = blocks[:, : layout.payload_bytes // 4].reshape(shape)
 
+    def launch(self, rows: Sequence[StepRow]) -> DeferredStep:
+        """Note a step down; it is computed when it is collected."""
+        step = DeferredStep(self._num_launched, rows)
+        self._num_launched += 1
+        return step
+
+    def collect(self, step: LaunchedStep) -> list[tuple[SampledToken, ...]]:
+        """Compute a launched step (see ``execute``); pending tokens are those of the one before."""
+        if not isinstance(step, DeferredStep):
+            raise TypeError(f"step {step.number} was launched by another engine")
+        rows = [self._resolved(row) for row in step.rows]
+        drawn = self.execute(rows)
+        self._drawn = {step.number: drawn}
+        return drawn
+
     def execute(self, rows: Sequence[StepRow]) -> list[tuple[SampledToken, ...]]:
         """Write every row's tokens into the pool and draw from what the pool holds."""
         if self._pace is not None:
@@ -52,6 +78,12 @@ class FakeEngine:
         for row in rows:
             self._store(row)
         return [self._draw_all(row) for row in rows]
+
+    def _resolved(self, row: StepRow) -> StepRow:
+        if row.pending is None:
+            return row
+        token_id = self._drawn[row.pending.step][row.pending.row][0].token_id
+        return replace(row, token_ids=[*row.token_ids[:-1], token_id], pending=None)
 
     def _store(self, row: StepRow) -> None:
         positions = np.arange(row.start, row.start + len(row.token_ids))

@@ -87,7 +87,7 @@ def _is_plain_greedy(spec: SampleSpec) -> bool:
         and params.repetition_penalty == 1.0
         and params.presence_penalty == 0.0
         and params.frequency_penalty == 0.0
-        and len(spec.output_token_ids) >= params.min_tokens
+        and spec.position >= params.min_tokens
     )
 
 
@@ -101,7 +101,7 @@ def _draw(raw: torch.Tensor, spec: SampleSpec) -> int | None:
         return best
     weights = np.exp((scores.astype(np.float64) - float(scores[best])) / params.temperature)
     weights = _filter(weights, params)
-    position = len(spec.output_token_ids)
+    position = spec.position
     return _invert(weights, uniform(params.seed, spec.choice, position))
 
 
@@ -121,7 +121,7 @@ def _process(scores: Logits, spec: SampleSpec) -> Logits:
         seen = _known_ids(counts, size)
         times = np.array([counts[int(token_id)] for token_id in seen], dtype=np.float32)
         scores[seen] -= params.frequency_penalty * times + np.float32(params.presence_penalty)
-    if len(spec.output_token_ids) < params.min_tokens:
+    if spec.position < params.min_tokens:
         scores[_known_ids({*params.eos_token_ids, *params.stop_token_ids}, size)] = -np.inf
     return scores
 
