@@ -23,7 +23,7 @@ class GatewayMetrics:
         self.registry = CollectorRegistry()
         self.requests = Counter(
             "flowpath_http_requests",
-            "HTTP requests answered, by route and status code.",
+            "HTTP requests answered, by route and status code; probes and scrapes are left out.",
             ("route", "status"),
             registry=self.registry,
         )

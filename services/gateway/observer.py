@@ -13,6 +13,8 @@ from services.gateway.http_errors import HTTP_MAPPINGS, error_body
 from services.gateway.metrics import GatewayMetrics
 
 REQUEST_ID_HEADER = "x-request-id"
+UNCOUNTED_ROUTES = frozenset({"/health", "/ping", "/load", "/metrics"})
+"""What supervisors, load balancers and scrapers ask every few seconds is no traffic."""
 
 
 class RequestObserver:
@@ -54,7 +56,9 @@ class RequestObserver:
             structlog.get_logger().exception("request_crashed", request_id=request_id)
             if status == 0:
                 await _internal_error(request_id)(scope, receive, send_with_id)
-        self._metrics.requests.labels(_route(scope), str(status)).inc()
+        route = _route(scope)
+        if route not in UNCOUNTED_ROUTES:
+            self._metrics.requests.labels(route, str(status)).inc()
 
 
 def _route(scope: Scope) -> str:

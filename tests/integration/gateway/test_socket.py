@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import json
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -243,3 +244,15 @@ async def test_every_metric_moves(tiny_folder):
     num_later_tokens = usage["completion_tokens"] - 2
     assert found["flowpath_inter_token_latency_seconds_count"] == 2 * num_later_tokens
     assert found["flowpath_e2e_request_latency_seconds_count"] == 2
+
+
+@pytest.mark.parametrize("path", ["/health", "/ping", "/load", "/metrics"])
+async def test_probes_and_scrapes_are_no_counted_requests(tiny_folder, path):
+    async with served(fake_backend(tiny_folder)) as port:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
+            await client.get(path)
+            await client.head(path)
+            await client.get("/version")
+            page = (await client.get("/metrics")).text
+    counted = re.findall(r'^flowpath_http_requests_total\{route="([^"]+)"', page, re.MULTILINE)
+    assert counted == ["/version"]
