@@ -16,6 +16,7 @@ from common.sampling import SampledToken, SamplingParams
 from services.gateway.app import build_app
 from services.gateway.backend import ServedModel
 from services.gateway.fake_backend import FakeBackend, FakeBehaviour, Script
+from services.gateway.http_protocol import stall_aware_protocol
 from services.gateway.http_settings import HttpSettings
 
 START, END = "<|im_start|>", "<|im_end|>"
@@ -31,6 +32,7 @@ CORPUS = (
 )
 MODEL_NAME = "tiny"
 MAX_MODEL_LEN = 128
+STALLED_CLIENT_SECONDS = 60.0
 
 
 def write_tiny_model(folder: Path, template: str | None = TEMPLATE) -> Path:
@@ -126,7 +128,7 @@ async def asgi_client(
 
 @asynccontextmanager
 async def served(backend: FakeBackend, settings: HttpSettings | None = None) -> AsyncIterator[int]:
-    """Serve the app by uvicorn on a free loopback port, and yield the port."""
+    """Serve the app as the gateway does on a free loopback port, and yield the port."""
     started = asyncio.Event()
 
     class Server(uvicorn.Server):
@@ -136,7 +138,15 @@ async def served(backend: FakeBackend, settings: HttpSettings | None = None) -> 
 
     app = build_app(backend, settings or HttpSettings())
     config = uvicorn.Config(
-        app, host="127.0.0.1", port=0, lifespan="off", log_config=None, timeout_graceful_shutdown=5
+        app,
+        host="127.0.0.1",
+        port=0,
+        http=stall_aware_protocol(STALLED_CLIENT_SECONDS),
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=5,
     )
     server = Server(config)
     async with asyncio.TaskGroup() as group:

@@ -14,9 +14,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from common.errors import ErrorCode, RequestError
 from services.gateway.fake_backend import FakeBackend, FakeBehaviour
+from services.gateway.http_protocol import MAX_HEAD_BYTES
 from services.gateway.http_settings import HttpSettings
 from tests.support.fake_backend import (
     MODEL_NAME,
+    asgi_client,
     fake_backend,
     replying,
     scripted,
@@ -197,6 +199,15 @@ async def test_a_body_over_the_limit_is_refused_before_it_is_sent_whole(tiny_fol
             assert b" 413 " in await reader.readline()
 
 
+async def test_a_head_over_the_limit_is_refused_with_the_api_s_error(tiny_folder):
+    raw = b"GET /version HTTP/1.1\r\nHost: g\r\nX-Filler: ".ljust(MAX_HEAD_BYTES + 1, b"x")
+    async with served(fake_backend(tiny_folder)) as port, sent(port, raw) as reader:
+        async with asyncio.timeout(DEADLINE_SECONDS):
+            head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 431 ")
+    assert json.loads(body)["error"]["code"] == "request_head_too_large"
+
+
 async def test_a_reader_that_stops_reading_stalls_its_own_stream_alone(tiny_folder):
     num_tokens = 20_000
     long, short = scripted([300] * num_tokens), replying(tiny_folder, "hello")
@@ -248,11 +259,10 @@ async def test_every_metric_moves(tiny_folder):
 
 @pytest.mark.parametrize("path", ["/health", "/ping", "/load", "/metrics"])
 async def test_probes_and_scrapes_are_no_counted_requests(tiny_folder, path):
-    async with served(fake_backend(tiny_folder)) as port:
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
-            await client.get(path)
-            await client.head(path)
-            await client.get("/version")
-            page = (await client.get("/metrics")).text
+    async with asgi_client(fake_backend(tiny_folder)) as client:
+        await client.get(path)
+        await client.head(path)
+        await client.get("/version")
+        page = (await client.get("/metrics")).text
     counted = re.findall(r'^flowpath_http_requests_total\{route="([^"]+)"', page, re.MULTILINE)
     assert counted == ["/version"]
