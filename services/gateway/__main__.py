@@ -13,6 +13,7 @@ import structlog
 import uvicorn
 import uvloop
 
+from common.config.api_key_file import load_api_keys
 from common.config.folders import prepare_run_dir
 from common.config.program import run_program
 from common.config.settings import Settings
@@ -24,7 +25,6 @@ from common.telemetry.exposition import metrics_served
 from common.telemetry.logging import configure_logging
 from common.transport.addresses import controller_endpoint, load_keys
 from common.transport.sockets import new_context
-from services.gateway.api_key_file import load_api_keys
 from services.gateway.app import build_app
 from services.gateway.backend import ServedModel
 from services.gateway.cluster import ClusterBackend

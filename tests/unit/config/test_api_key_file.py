@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 
+from common.config.api_key_file import load_api_keys
 from common.errors import ConfigError
-from services.gateway.api_key_file import load_api_keys
 
 SECRET = "sk-0123456789"
 
