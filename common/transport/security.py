@@ -47,12 +47,16 @@ class Keys:
     def load(cls, folder: Path) -> "Keys":
         """Read a key folder. ConfigError names the file that is missing, open to others or bad."""
         path = folder / SECRET_NAME
-        if not path.is_file():
+        try:
+            mode = stat.S_IMODE(path.stat().st_mode)
+        except (FileNotFoundError, NotADirectoryError):
             raise ConfigError(
                 f"{path}: no such key; make one with `flowpath keygen {folder}` and exchange "
                 f"{PUBLIC_NAME} files with the other hosts"
-            )
-        if stat.S_IMODE(path.stat().st_mode) & 0o077:
+            ) from None
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+        if mode & 0o077:
             raise ConfigError(f"{path}: others can read this secret; chmod 600 it")
         public, secret = _read(path)
         if secret is None:

@@ -1,32 +1,45 @@
-"""``--check``: the effective settings with their sources."""
+"""``--check``: the effective settings with their sources, and the files that they name."""
 
 from pathlib import Path
 
 from rich.table import Table
 
+from common.config.api_key_file import load_api_keys
 from common.config.load import LoadedSettings
 from common.config.settings import Settings
 from common.config.sizes import format_size
 from common.models.config import ModelConfig
+from common.transport.addresses import load_keys
+from common.transport.security import ALLOWED_NAME
 from services.cli.terminal import out
 
 _SIZES = ("segment_min_size", "kv_bytes", "max_body_bytes")
 
 
-def print_settings(loaded: LoadedSettings) -> None:
-    """Check the model folder, where one is named, and print a line per setting.
+def print_settings(loaded: LoadedSettings, *, has_gateway: bool) -> None:
+    """Open the files that the settings name and print a line per setting.
 
-    Raises ModelError for a folder that cannot be served.
+    ``has_gateway`` says that the program to check reads the file of API keys. Raises ConfigError
+    for a model folder, a key folder or a file of API keys that would end the program.
     """
-    if loaded.settings.model:
-        ModelConfig.load(Path(loaded.settings.model))
+    settings = loaded.settings
+    if settings.model:
+        ModelConfig.load(Path(settings.model))
+    if has_gateway and settings.api_key_file is not None:
+        load_api_keys(settings.api_key_file)
+    keys = load_keys(settings)
     table = Table("setting", "value", "source", box=None, pad_edge=False)
     for name in Settings.model_fields:
-        table.add_row(name, format_value(loaded.settings, name), loaded.sources[name])
+        table.add_row(name, format_value(settings, name), loaded.sources[name])
     console = out()
     console.print(table)
     for variable in loaded.ignored_variables:
         console.print(f"note: environment {variable} names no setting and is ignored")
+    if keys is not None and not keys.allowed:
+        console.print(
+            f"note: {keys.folder / ALLOWED_NAME} holds no *.key file, so nobody may connect to "
+            "this host over TCP, its own processes neither"
+        )
 
 
 def format_value(settings: Settings, name: str) -> str:

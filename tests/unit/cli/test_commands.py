@@ -10,6 +10,7 @@ import structlog
 from typer.testing import CliRunner
 
 from common.config.settings import Settings, environment
+from common.transport.security import make_keys
 from services.cli.main import app
 
 
@@ -83,6 +84,93 @@ def test_a_broken_model_folder_ends_serve_with_code_2_and_the_file_s_name(tmp_pa
         assert code == 2
         assert str(model / "config.json") in err
     assert not (tmp_path / "run").exists()
+
+
+def _api_key_file(folder: Path, text: str, mode: int) -> Path:
+    path = folder / "api-keys"
+    path.write_text(text)
+    path.chmod(mode)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "told"),
+    [
+        ("sk-0123456789\n", 0o644, "has mode 0644: others may read or change it"),
+        ("", 0o600, "holds no key"),
+        ("short\n", 0o600, "line 1"),
+    ],
+)
+def test_check_refuses_a_file_of_api_keys_that_serve_would_refuse(
+    tmp_path: Path, text: str, mode: int, told: str
+) -> None:
+    path = str(_api_key_file(tmp_path, text, mode))
+    for program in ("serve", "gateway"):
+        code, out, err = run(program, "--api-key-file", path, "--check")
+        assert (code, out) == (2, "")
+        assert path in err
+        assert told in err
+    assert run("decode", "--api-key-file", path, "--check")[0] == 0  # it reads no such file
+
+
+def test_check_refuses_a_file_of_api_keys_that_is_not_there_or_a_folder(tmp_path: Path) -> None:
+    for path in (tmp_path / "none", tmp_path):
+        code, _, err = run("serve", "--api-key-file", str(path), "--check")
+        assert code == 2
+        assert f"api_key_file {path} cannot be read" in err
+
+
+def _key_folder(folder: Path, fault: str) -> Path:
+    keys = folder / "keys"
+    make_keys(keys)
+    secret = keys / "node.key_secret"
+    match fault:
+        case "missing":
+            secret.unlink()
+        case "unreadable":
+            secret.unlink()
+            secret.symlink_to(secret)
+        case "open to others":
+            secret.chmod(0o640)
+        case "empty":
+            secret.write_text("")
+        case "broken peer":
+            (keys / "allowed" / "peer.key").write_text("no key")
+    return keys
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        ("missing", "node.key_secret: no such key; make one with `flowpath keygen"),
+        ("unreadable", "node.key_secret: cannot be read"),
+        ("open to others", "node.key_secret: others can read this secret"),
+        ("empty", "node.key_secret: not a key file"),
+        ("broken peer", "allowed/peer.key: not a key file"),
+    ],
+)
+@pytest.mark.parametrize("program", ["serve", "gateway", "controller", "prefill", "decode"])
+def test_check_refuses_a_key_folder_that_the_program_would_refuse(
+    tmp_path: Path, program: str, fault: str, told: str
+) -> None:
+    keys = _key_folder(tmp_path, fault)
+    code, out, err = run(program, "--keys", str(keys), "--check")
+    assert (code, out) == (2, "")
+    assert told in err
+
+
+def test_check_passes_good_key_files_and_tells_of_an_empty_allow_list(tmp_path: Path) -> None:
+    keys = _key_folder(tmp_path, "none")
+    path = str(_api_key_file(tmp_path, "sk-0123456789\n", 0o600))
+    arguments = ("serve", "--keys", str(keys), "--api-key-file", path, "--check")
+    code, out, _ = run(*arguments)
+    assert code == 0
+    assert "note:" not in out
+    assert "sk-0123456789" not in out
+    (keys / "allowed" / "node.key").unlink()
+    code, out, _ = run(*arguments)
+    assert code == 0
+    assert f"note: {keys}/allowed holds no *.key file" in out
 
 
 def test_a_port_in_use_ends_serve_with_code_2_before_anything_is_started(tmp_path: Path) -> None:
