@@ -51,6 +51,15 @@ class SamplingParams:
     eos_token_ids: tuple[TokenId, ...] = ()
     stop_token_ids: tuple[TokenId, ...] = ()
 
+    @property
+    def has_penalties(self) -> bool:
+        """Whether a draw reads which tokens came before it."""
+        return (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+        )
+
 
 @dataclass(frozen=True, slots=True, config=ConfigDict(extra="forbid"))
 class SampledToken:

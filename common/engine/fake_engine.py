@@ -32,8 +32,8 @@ class FakeEngine:
 
     ``pace`` is called in every step, in the step's thread and before anything is written: it
     decides how long the step takes. With ``max_in_flight`` 2 steps are planned ahead as for a
-    device, though each is computed only when it is collected. A head needs at least 8 bytes a token. No token that would end
-    a choice is ever drawn: requests run to their ``max_tokens``.
+    device, though each is computed only when it is collected. A head needs at least 8 bytes a
+    token. No token that would end a choice is ever drawn: requests run to their ``max_tokens``.
     """
 
     def __init__(

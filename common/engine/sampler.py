@@ -84,9 +84,7 @@ def _is_plain_greedy(spec: SampleSpec) -> bool:
     return (
         params.temperature == 0.0
         and not params.logit_bias
-        and params.repetition_penalty == 1.0
-        and params.presence_penalty == 0.0
-        and params.frequency_penalty == 0.0
+        and not params.has_penalties
         and spec.position >= params.min_tokens
     )
 

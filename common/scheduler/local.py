@@ -12,13 +12,16 @@ less than it needs is the last of its step. Blocks of a prompt are
 acquired whole when it is admitted; a decode grows block by block and, when the pool is full, the
 newest decode gives way, so that the oldest always goes on and a full pool cannot deadlock.
 
+A step may be planned while the one before it is still in flight. It takes for granted that this
+one succeeds: chunks go on where it will end, and a decode's next token is named as its pending
+draw. A sequence that turns out to have ended has its row of the later step thrown away.
+
 Nothing here reads a clock, waits or sends. ``plan`` marks rows as being in a step; a request that
-ends meanwhile keeps its blocks until ``finish_step``.
+ends meanwhile keeps its blocks until the last of its steps is finished.
 """
 
 from collections import deque
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
 
 from common.errors import ConfigError, ErrorCode, LocalProtocolError
 from common.ids import RequestId
@@ -39,51 +42,14 @@ from common.scheduler.effects import (
     RequestEnded,
     StopHandoff,
 )
-from common.scheduler.request import LocalRequest, NewRequest, RequestPhase, Sequence
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerLimits:
-    """Bounds of one step and of the worker. Tokens and sequences."""
-
-    max_num_batched_tokens: int
-    max_num_seqs: int
-    block_size: int
-    growth_tokens: int
-    """Room for output that an admission asks for beside the prompt."""
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedRow:
-    """One row of a step: ``num_tokens`` tokens of a sequence from position ``start``."""
-
-    sequence: Sequence
-    start: int
-    num_tokens: int
-    is_last: bool
-    """Whether the row reaches the sequence's last token, so that tokens are drawn after it."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepPlan:
-    """What one engine step computes."""
-
-    rows: tuple[PlannedRow, ...]
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens computed in this step."""
-        return sum(row.num_tokens for row in self.rows)
-
-
-@dataclass(frozen=True, slots=True)
-class RowFailed:
-    """The engine could not compute a row; the others are unharmed."""
-
-    message: str
-
-
-RowResult = tuple[SampledToken, ...] | RowFailed
+from common.scheduler.request import (
+    LocalRequest,
+    NewRequest,
+    PendingDraw,
+    RequestPhase,
+    Sequence,
+)
+from common.scheduler.steps import PlannedRow, RowFailed, RowResult, SchedulerLimits, StepPlan
 
 
 class LocalScheduler:
@@ -101,7 +67,8 @@ class LocalScheduler:
         self._waiting: deque[Sequence] = deque()
         self._prefilling: list[Sequence] = []
         self._decoding: list[Sequence] = []
-        self._is_step_open = False
+        self._open_steps: deque[StepPlan] = deque()
+        self._num_planned = 0
         self.num_steps = 0
 
     @property
@@ -116,7 +83,9 @@ class LocalScheduler:
         if new.request_id in self._requests:
             raise LocalProtocolError(f"request {new.request_id} is here already")
         request = LocalRequest(new, is_remote)
-        if not self._blocks.can_ever_hold(len(new.prompt) + 1):
+        # The K and V of the last token drawn are never needed.
+        num_stored = len(new.prompt) + (1 if new.params.max_tokens > 1 else 0)
+        if not self._blocks.can_ever_hold(num_stored):
             counts = self._blocks.counts()
             message = (
                 f"the prompt's {len(new.prompt)} tokens do not fit the worker's KV pool of "
@@ -226,9 +195,12 @@ class LocalScheduler:
     # ---- one step ------------------------------------------------------------------------------
 
     def plan(self) -> tuple[StepPlan | None, list[Effect]]:
-        """Decide the next step; None when there is nothing to compute."""
-        if self._is_step_open:
-            raise LocalProtocolError("a step is open already")
+        """Decide the next step; None when there is nothing to compute before an open step ends.
+
+        At most one earlier step may be open.
+        """
+        if len(self._open_steps) > 1:
+            raise LocalProtocolError("two steps are open already")
         effects: list[Effect] = []
         rows = self._plan_decodes(effects)
         budget = self._limits.max_num_batched_tokens - len(rows)
@@ -236,18 +208,23 @@ class LocalScheduler:
         self._admit(rows, budget, effects)
         if not rows:
             return None, effects
-        for row in rows:
-            row.sequence.is_in_step = True
-        self._is_step_open = True
-        return StepPlan(tuple(rows)), effects
+        plan = StepPlan(self._num_planned, tuple(rows))
+        for place, row in enumerate(rows):
+            draw = PendingDraw(plan.number, place)
+            row.sequence.enter_step(row.num_tokens, draw if row.is_last else None)
+        self._num_planned += 1
+        self._open_steps.append(plan)
+        return plan, effects
 
     def finish_step(self, plan: StepPlan, results: SequenceOf[RowResult]) -> list[Effect]:
-        """Take the step's outcome in: one result per row, in order."""
-        self._is_step_open = False
+        """Take the outcome of the oldest open step in: one result per row, in order."""
+        if not self._open_steps or self._open_steps[0] is not plan:
+            raise LocalProtocolError(f"step {plan.number} is not the oldest open one")
+        self._open_steps.popleft()
         self.num_steps += 1
         effects: list[Effect] = []
-        for row in plan.rows:
-            row.sequence.is_in_step = False
+        for place, row in enumerate(plan.rows):
+            row.sequence.leave_step(row.num_tokens, PendingDraw(plan.number, place))
         for row, result in zip(plan.rows, results, strict=True):
             effects += self._finish_row(row, result)
         return effects
@@ -273,19 +250,28 @@ class LocalScheduler:
         place = 0
         while place < len(self._decoding) and len(rows) < limit:
             sequence = self._decoding[place]
-            if self._grow(sequence):
-                rows.append(PlannedRow(sequence, sequence.num_computed, 1, is_last=True))
+            if not sequence.can_decode:
                 place += 1
-            elif not self._blocks.can_ever_hold(sequence.length):
-                effects += self._finish_sequence(sequence, FinishReason.LENGTH)
+            elif self._grow(sequence):
+                start = sequence.num_computed + sequence.num_planned
+                rows.append(PlannedRow(sequence, start, 1, is_last=True, pending=sequence.pending))
+                place += 1
+            elif not self._blocks.can_ever_hold(sequence.next_length):
+                if sequence.is_in_step:
+                    place += 1  # its last token is still to come
+                else:
+                    effects += self._finish_sequence(sequence, FinishReason.LENGTH)
+            elif self._decoding[-1].is_in_step:
+                break  # left out of this step, it can give way before the next
             else:
                 effects.append(self._preempt(self._decoding[-1]))
         return rows
 
     def _grow(self, sequence: Sequence) -> bool:
-        if sequence.length <= len(sequence.block_table) * self._limits.block_size:
+        wanted = sequence.next_length
+        if wanted <= len(sequence.block_table) * self._limits.block_size:
             return True
-        if not self._blocks.grow(sequence.owner, sequence.length):
+        if not self._blocks.grow(sequence.owner, wanted):
             return False
         sequence.block_table = self._blocks.block_ids(sequence.owner)
         return True
@@ -301,14 +287,17 @@ class LocalScheduler:
         for sequence in self._prefilling:
             if len(rows) >= self._limits.max_num_seqs:
                 return 0
+            if sequence.pending is not None:
+                continue  # its last chunk is in flight
             budget = self._plan_chunk(sequence, rows, budget)
         return budget
 
     def _plan_chunk(self, sequence: Sequence, rows: list[PlannedRow], budget: int) -> int:
         """Plan what fits and return the budget for later prompts: none after a partial chunk."""
-        start = sequence.num_computed
-        num_tokens = min(sequence.num_uncomputed, budget)
-        is_last = num_tokens == sequence.num_uncomputed
+        start = sequence.num_computed + sequence.num_planned
+        num_left = sequence.length - start
+        num_tokens = min(num_left, budget)
+        is_last = num_tokens == num_left
         if not is_last:
             # End on a block border, so that whole blocks can leave while the next chunk computes.
             num_tokens -= (start + num_tokens) % self._limits.block_size
@@ -363,7 +352,8 @@ class LocalScheduler:
         if request.phase is RequestPhase.ENDED:
             return self._settle(request)
         if sequence.finish_reason is not None:
-            self._release(sequence)
+            if not sequence.is_in_step:
+                self._release(sequence)
             return []
         if isinstance(result, RowFailed):
             return self.fail(request.request_id, ErrorCode.INTERNAL, result.message)

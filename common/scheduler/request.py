@@ -30,12 +30,22 @@ class NewRequest:
     prompt: SequenceOf[int]
 
 
+@dataclass(frozen=True, slots=True)
+class PendingDraw:
+    """The draw after row ``row`` of step ``step``, which is in flight."""
+
+    step: int
+    row: int
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """One choice of a request: the prompt and what was drawn after it.
 
-    Positions ``0 .. num_computed - 1`` have K and V in the pool, in the blocks of ``owner``.
-    ``unsent`` are drawn tokens that have not gone to the gateway yet.
+    Positions ``0 .. num_computed - 1`` have K and V in the pool, in the blocks of ``owner``; the
+    next ``num_planned`` are computed by the ``num_open_steps`` steps in flight. ``pending`` is the
+    draw of these that comes last. ``unsent`` are drawn tokens that have not gone to the gateway
+    yet.
     """
 
     request: "LocalRequest"
@@ -46,7 +56,9 @@ class Sequence:
     num_computed: int = 0
     num_published: int = 0
     block_table: tuple[int, ...] = ()
-    is_in_step: bool = False
+    num_open_steps: int = 0
+    num_planned: int = 0
+    pending: PendingDraw | None = None
     finish_reason: FinishReason | None = None
 
     @property
@@ -58,6 +70,48 @@ class Sequence:
     def num_uncomputed(self) -> int:
         """Tokens whose K and V are still to be computed; 1 while decoding."""
         return self.length - self.num_computed
+
+    @property
+    def is_in_step(self) -> bool:
+        """Whether a step in flight reads or writes its blocks."""
+        return self.num_open_steps > 0
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens that are drawn by steps in flight: at most one."""
+        return 0 if self.pending is None else 1
+
+    @property
+    def next_length(self) -> int:
+        """Tokens of prompt and output once the steps in flight are over."""
+        return self.length + self.num_pending
+
+    @property
+    def can_decode(self) -> bool:
+        """Whether the next decode step may be planned now.
+
+        Not while a step in flight draws the token that ends the choice, or one that penalties
+        must read.
+        """
+        if self.pending is None:
+            return True
+        params = self.request.new.params
+        if len(self.outputs) + 1 >= params.max_tokens:
+            return False
+        return not params.has_penalties
+
+    def enter_step(self, num_tokens: int, draw: PendingDraw | None) -> None:
+        """A step that computes the next ``num_tokens`` tokens is in flight now."""
+        self.num_open_steps += 1
+        self.num_planned += num_tokens
+        self.pending = draw
+
+    def leave_step(self, num_tokens: int, draw: PendingDraw) -> None:
+        """A step is over; ``draw`` is pending no more."""
+        self.num_open_steps -= 1
+        self.num_planned -= num_tokens
+        if self.pending == draw:
+            self.pending = None
 
     def tokens(self, start: int, end: int) -> list[int]:
         """Return the token ids at positions ``start .. end - 1``."""

@@ -113,6 +113,13 @@ class WorkerMetrics:
             buckets=_SHORT_BUCKETS,
             registry=registry,
         )
+        self.step_host_seconds = Histogram(
+            "flowpath_engine_step_host_seconds",
+            "Processor time of one engine step: planning it, handing it to the device, and sending "
+            "what it drew. With two steps in flight a device does not wait for it.",
+            buckets=_SHORT_BUCKETS,
+            registry=registry,
+        )
         self.step_tokens = Histogram(
             "flowpath_engine_step_tokens",
             "Tokens that one engine step computes, prompts and outputs together.",

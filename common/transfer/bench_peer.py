@@ -1,8 +1,8 @@
 """The other process of a transfer benchmark: it owns a pool that may be written in every way.
 
-``python -m common.transfer.bench_peer NUM_BLOCKS BLOCK_BYTES HOST`` tells on its output how to reach the
-pool over shared memory, over ``tcp`` (every block granted) and over a plain socket, and ends with
-its input.
+``python -m common.transfer.bench_peer NUM_BLOCKS BLOCK_BYTES HOST`` tells on its output how to
+reach the pool over shared memory, over ``tcp`` (every block granted) and over a plain socket, and
+ends with its input.
 """
 
 import json

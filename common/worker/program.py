@@ -31,7 +31,8 @@ from common.messages.handoff import DecodeToPrefill, PrefillToDecode
 from common.messages.tokens import WorkerToGateway
 from common.models.config import ModelConfig
 from common.models.default_model import ensure_default_model
-from common.scheduler.local import LocalScheduler, SchedulerLimits
+from common.scheduler.local import LocalScheduler
+from common.scheduler.steps import SchedulerLimits
 from common.telemetry.exposition import metrics_served
 from common.telemetry.logging import configure_logging
 from common.transfer.local import LocalBackend

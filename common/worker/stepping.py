@@ -1,49 +1,123 @@
-"""From a step plan to the engine's rows, and from its outcome to the plan's results."""
+"""From step plans to the engine's rows, and from their outcomes to the plans' results."""
 
 import asyncio
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
+from dataclasses import dataclass
+from time import perf_counter
 
 import structlog
 
-from common.engine.failure import RowsFailed
-from common.engine.interface import Engine, SampleSpec, StepRow
+from common.engine.failure import RowOutcome, RowsFailed
+from common.engine.interface import Engine, LaunchedStep, PendingToken, SampleSpec, StepRow
 from common.errors import RequestError
-from common.scheduler.local import PlannedRow, RowFailed, RowResult, StepPlan
+from common.scheduler.steps import PlannedRow, RowFailed, RowResult, StepPlan
 
 log = structlog.get_logger()
 
+NumberOf = Callable[[int], int]
 
-async def execute_step(engine: Engine, thread: Executor, plan: StepPlan) -> Sequence[RowResult]:
-    """Have the engine's thread compute a plan; one result a row, in its order."""
-    loop = asyncio.get_running_loop()
-    rows = step_rows(plan)
-    try:
-        return await loop.run_in_executor(thread, engine.execute, rows)
-    except RowsFailed as failed:
-        return [
-            RowFailed(outcome.message) if isinstance(outcome, RequestError) else outcome
-            for outcome in failed.outcomes
-        ]
-    except (RuntimeError, ValueError, IndexError, MemoryError) as error:
-        # Whatever the engine's libraries raise fails this step's requests, not the worker.
-        log.exception("step_failed", num_rows=len(rows), reason=str(error))
-        return [RowFailed(f"the engine failed: {error}")] * len(rows)
+ENGINE_ERRORS = (RuntimeError, ValueError, IndexError, MemoryError)
+"""Whatever the engine's libraries raise fails a step's requests, not the worker."""
 
 
-def step_rows(plan: StepPlan) -> list[StepRow]:
-    """Return the engine's rows of a plan, in its order."""
-    return [_step_row(row) for row in plan.rows]
+@dataclass(frozen=True, slots=True)
+class FinishedStep:
+    """A plan and its outcome: one result a row, in order.
+
+    ``launch_seconds`` is the time that the engine's thread took to hand it to the device.
+    """
+
+    plan: StepPlan
+    results: Sequence[RowResult]
+    launch_seconds: float
 
 
-def _step_row(row: PlannedRow) -> StepRow:
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    plan: StepPlan
+    step: LaunchedStep
+    launch_seconds: float
+
+
+class StepPipeline:
+    """Keeps an engine busy: launches plans and collects their outcomes, oldest first.
+
+    All of the engine's work is done in its one thread. An engine that may have two steps in flight
+    gets the next one before the outcome of the last is waited for.
+    """
+
+    def __init__(self, engine: Engine, thread: Executor) -> None:
+        self._engine = engine
+        self._thread = thread
+        self._in_flight: deque[_InFlight] = deque()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no step is in flight."""
+        return not self._in_flight
+
+    async def turn(self, plan: StepPlan | None) -> list[FinishedStep]:
+        """Launch a plan, if there is one, and return what is finished.
+
+        Waits for the oldest step when no more may be launched, or nothing is to be.
+        """
+        rows = None if plan is None else step_rows(plan, self._number_of)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._thread, self._turn, plan, rows)
+
+    def _turn(self, plan: StepPlan | None, rows: list[StepRow] | None) -> list[FinishedStep]:
+        if plan is not None and rows is not None:
+            started = perf_counter()
+            try:
+                step = self._engine.launch(rows)
+            except ENGINE_ERRORS as error:
+                failed = FinishedStep(plan, _all_failed(plan, error), perf_counter() - started)
+                return [*(self._collect() for _ in range(len(self._in_flight))), failed]
+            self._in_flight.append(_InFlight(plan, step, perf_counter() - started))
+            if len(self._in_flight) < self._engine.max_in_flight:
+                return []
+        return [self._collect()] if self._in_flight else []
+
+    def _collect(self) -> FinishedStep:
+        oldest = self._in_flight.popleft()
+        results: Sequence[RowResult]
+        try:
+            results = self._engine.collect(oldest.step)
+        except RowsFailed as failed:
+            results = [_result(outcome) for outcome in failed.outcomes]
+        except ENGINE_ERRORS as error:
+            results = _all_failed(oldest.plan, error)
+        return FinishedStep(oldest.plan, results, oldest.launch_seconds)
+
+    def _number_of(self, plan_number: int) -> int:
+        return next(
+            flying.step.number for flying in self._in_flight if flying.plan.number == plan_number
+        )
+
+
+def step_rows(plan: StepPlan, number_of: NumberOf) -> list[StepRow]:
+    """Return the engine's rows of a plan; ``number_of`` tells a plan's number as a step."""
+    return [_step_row(row, number_of) for row in plan.rows]
+
+
+def _step_row(row: PlannedRow, number_of: NumberOf) -> StepRow:
     sequence = row.sequence
     end = row.start + row.num_tokens
+    if row.pending is None:
+        return StepRow(
+            token_ids=sequence.tokens(row.start, end),
+            start=row.start,
+            block_table=sequence.block_table,
+            samples=_samples(row) if row.is_last else (),
+        )
     return StepRow(
-        token_ids=sequence.tokens(row.start, end),
+        token_ids=(0,),
         start=row.start,
         block_table=sequence.block_table,
-        samples=_samples(row) if row.is_last else (),
+        samples=_samples(row),
+        pending=PendingToken(number_of(row.pending.step), row.pending.row),
     )
 
 
@@ -51,7 +125,17 @@ def _samples(row: PlannedRow) -> tuple[SampleSpec, ...]:
     sequence = row.sequence
     new = sequence.request.new
     if sequence.request.has_drawn:
-        return (SampleSpec(new.params, sequence.choice, new.prompt, sequence.outputs),)
+        pending = 0 if row.pending is None else 1
+        return (SampleSpec(new.params, sequence.choice, new.prompt, sequence.outputs, pending),)
     return tuple(
         SampleSpec(new.params, choice, new.prompt, ()) for choice in range(new.params.num_choices)
     )
+
+
+def _result(outcome: RowOutcome) -> RowResult:
+    return RowFailed(outcome.message) if isinstance(outcome, RequestError) else outcome
+
+
+def _all_failed(plan: StepPlan, error: Exception) -> list[RowResult]:
+    log.error("step_failed", num_rows=len(plan.rows), reason=str(error), exc_info=error)
+    return [RowFailed(f"the engine failed: {error}")] * len(plan.rows)

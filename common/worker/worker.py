@@ -65,11 +65,11 @@ from common.worker.consequences import (
 from common.worker.control import ControlLink, Order
 from common.worker.emitter import TokenEmitter
 from common.worker.inbound import MAX_TOKEN_ID, InboundHandoffs, TakenOver
-from common.worker.measures import note_handoff_end, take_heartbeat
+from common.worker.measures import StepClock, note_handoff_end, take_heartbeat
 from common.worker.outbound import OutboundHandoffs, TransferTotals
 from common.worker.payload import unpack_ids
 from common.worker.route import Route
-from common.worker.stepping import execute_step
+from common.worker.stepping import StepPipeline
 
 log = structlog.get_logger()
 
@@ -91,8 +91,7 @@ class HybridWorker:
         lease_seconds: float,
     ) -> None:
         self._id = worker_id
-        self._engine = engine
-        self._engine_thread = engine_thread
+        self._steps = StepPipeline(engine, engine_thread)
         self._blocks = blocks
         self._scheduler = scheduler
         self._own_pool = own_pool
@@ -398,19 +397,20 @@ class HybridWorker:
 
     async def run_steps(self) -> None:
         """Plan and execute steps for ever."""
+        clock = StepClock(self.metrics)
         while True:
             self._wake.clear()
             plan, effects = self._scheduler.plan()
             self.execute(effects)
-            if plan is None:
+            if plan is None and self._steps.is_idle:
                 self._check_idle()
                 await self._wake.wait()
+                clock.start()
                 continue
             self._is_idle_checked = False
-            self.metrics.step_tokens.observe(sum(row.num_tokens for row in plan.rows))
-            with self.metrics.step_seconds.time():
-                results = await execute_step(self._engine, self._engine_thread, plan)
-            self.execute(self._scheduler.finish_step(plan, results))
+            clock.hand_over(plan)
+            for finished in clock.take_over(await self._steps.turn(plan)):
+                self.execute(self._scheduler.finish_step(finished.plan, finished.results))
 
     def _check_idle(self) -> None:
         """Check the books while nothing runs; a wrong sum quarantines the worker."""

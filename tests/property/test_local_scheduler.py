@@ -13,8 +13,8 @@ from common.kv.blocks import Hold
 from common.messages.handoff import FirstToken
 from common.sampling import SampledToken
 from common.scheduler.effects import Effect, RequestBroke, RequestEnded, StopHandoff
-from common.scheduler.local import StepPlan
 from common.scheduler.request import RequestPhase
+from common.scheduler.steps import StepPlan
 from tests.support.scheduler_bench import EOS, Bench, new_request
 
 MAX_STEPS_TO_END = 400
@@ -47,7 +47,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             token_of=drawn,
         )
         self.scheduler = self.bench.scheduler
-        self.plan: StepPlan | None = None
+        self.plans: list[StepPlan] = []
         self.num_names = 0
         self.names: list[str] = []
         self.remote: set[str] = set()
@@ -117,17 +117,18 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     # ---- steps -----------------------------------------------------------------------------------
 
-    @precondition(lambda self: self.plan is None)
+    @precondition(lambda self: len(self.plans) < 2)
     @rule()
     def plan_a_step(self) -> None:
-        self.plan, effects = self.bench.plan()
+        plan, effects = self.bench.plan()
+        if plan is not None:
+            self.plans.append(plan)
         self.follow(effects)
 
-    @precondition(lambda self: self.plan is not None)
+    @precondition(lambda self: self.plans)
     @rule(failing=st.sampled_from([None] * 9 + [0, 1]))
     def finish_the_step(self, failing: int | None) -> None:
-        assert self.plan is not None
-        plan, self.plan = self.plan, None
+        plan = self.plans.pop(0)
         self.follow(self.bench.finish(plan, [] if failing is None else [failing]))
 
     # ---- handoffs --------------------------------------------------------------------------------
@@ -200,7 +201,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         """Without anything new, all ends in a bounded number of steps and nothing is held."""
         for _ in range(MAX_STEPS_TO_END):
-            if self.plan is not None:
+            if len(self.plans) > 1 or (self.plans and not self.scheduler.request_ids()):
                 self.finish_the_step(None)
             while self.open:
                 self.close_a_handoff(0, is_good=True)
@@ -211,7 +212,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.nothing_is_violated()
             if not self.scheduler.request_ids():
                 break
+            num_open = len(self.plans)
             self.plan_a_step()
+            if len(self.plans) == num_open and self.plans:
+                self.finish_the_step(None)
         assert self.scheduler.request_ids() == (), "requests hang"
         counts = self.bench.blocks.counts()
         assert (counts.referenced, counts.in_transfer) == (0, 0)
@@ -233,9 +237,9 @@ NUM_WALKS = 1500
 def steps_of(machine: SchedulerMachine, rng: random.Random) -> list[Callable[[], None]]:
     """What may happen next."""
     steps: list[Callable[[], None]] = []
-    if machine.plan is None:
-        steps += [machine.plan_a_step] * 6
-    else:
+    if len(machine.plans) < 2:
+        steps += [machine.plan_a_step] * (6 if not machine.plans else 4)
+    if machine.plans:
         steps += [lambda: machine.finish_the_step(0 if rng.random() < 0.03 else None)] * 6
     if len(machine.scheduler.request_ids()) < 8:
         steps += [

@@ -19,7 +19,8 @@ from common.messages.control import ControllerToWorker, WorkerHello, WorkerToCon
 from common.messages.fields import PeerInfo, PoolHandle, Role, TcpPoolHandle
 from common.messages.handoff import DecodeToPrefill, PrefillToDecode
 from common.messages.tokens import WorkerToGateway
-from common.scheduler.local import LocalScheduler, SchedulerLimits
+from common.scheduler.local import LocalScheduler
+from common.scheduler.steps import SchedulerLimits
 from common.transfer.backend import LinkRate, PeerLink, TransferBackend, WriteReport
 from common.transfer.local import LocalBackend
 from common.transport.channels import CONTROL, HANDOFF, TOKENS
@@ -57,6 +58,7 @@ class WorkerOptions:
     max_num_batched_tokens: int = 32
     growth_tokens: int = 16
     transport: str = "shm"
+    max_in_flight: int = 1
     after_write: Callable[[Sequence[int]], None] | None = None
 
 
@@ -78,7 +80,13 @@ class RunningWorker:
         self._role = role
         self._options = options
         self._ended = asyncio.Event()
-        engine = FakeEngine(LAYOUT, self.pool.buffer, VOCAB_SIZE, self._pace)
+        engine = FakeEngine(
+            LAYOUT,
+            self.pool.buffer,
+            VOCAB_SIZE,
+            self._pace,
+            max_in_flight=options.max_in_flight,
+        )
         limits = SchedulerLimits(
             max_num_batched_tokens=options.max_num_batched_tokens,
             max_num_seqs=16,

@@ -21,15 +21,15 @@ from common.scheduler.effects import (
     RequestBroke,
     RequestEnded,
 )
-from common.scheduler.local import (
-    LocalScheduler,
+from common.scheduler.local import LocalScheduler
+from common.scheduler.request import NewRequest
+from common.scheduler.steps import (
     PlannedRow,
     RowFailed,
     RowResult,
     SchedulerLimits,
     StepPlan,
 )
-from common.scheduler.request import NewRequest
 
 FIRST = (FirstToken(choice=0, token=SampledToken(token_id=2000)),)
 GATEWAY = GatewayId("gateway-0")
@@ -192,15 +192,21 @@ class Bench:
                 return effects
         raise LookupError("200 steps did not get there")
 
-    def run(self, max_steps: int = 500) -> int:
-        """Step until there is nothing to do; return the number of steps."""
+    def run(self, max_steps: int = 500, *, num_ahead: int = 0) -> int:
+        """Step until there is nothing to do; return the number of steps.
+
+        ``num_ahead`` steps are planned before the oldest is computed.
+        """
+        open_steps: list[StepPlan] = []
         for number in range(max_steps):
             plan, effects = self.plan()
             self.blocks.validate()
-            if plan is None and not effects:
-                return number
             if plan is not None:
-                self.finish(plan)
+                open_steps.append(plan)
+            elif not effects and not open_steps:
+                return number
+            if open_steps and (plan is None or len(open_steps) > num_ahead):
+                self.finish(open_steps.pop(0))
                 self.blocks.validate()
         self.violations.append(f"still busy after {max_steps} steps")
         return max_steps
@@ -215,10 +221,13 @@ class Bench:
             self.violations.append("a sequence is in a step twice")
         for row in plan.rows:
             end = row.start + row.num_tokens
-            if row.num_tokens < 1 or row.start != row.sequence.num_computed:
+            sequence = row.sequence
+            num_earlier = sequence.num_planned - row.num_tokens
+            if row.num_tokens < 1 or row.start != sequence.num_computed + num_earlier:
                 self.violations.append(f"row {row.start}+{row.num_tokens} is out of place")
-            if row.is_last != (end == row.sequence.length):
-                self.violations.append(f"row to {end} of {row.sequence.length} misses its end")
+            length = sequence.length + (0 if row.pending is None else 1)
+            if row.is_last != (end == length):
+                self.violations.append(f"row to {end} of {length} misses its end")
             if not row.is_last and end % self.block_size:
                 self.violations.append(f"a chunk ends at {end}, inside a block")
             if end > len(row.sequence.block_table) * self.block_size:
@@ -228,7 +237,8 @@ class Bench:
         sequence = row.sequence
         end = row.start + row.num_tokens
         tokens = sequence.tokens(0, end)
-        for position in range(row.start):
+        # A step that was planned ahead computes nonsense for a sequence that has ended meanwhile.
+        for position in range(row.start if sequence.finish_reason is None else 0):
             block = sequence.block_table[position // self.block_size]
             if self.pool[block][position % self.block_size] != hash(tuple(tokens[: position + 1])):
                 self.violations.append(f"{sequence.owner} reads a wrong slot at {position}")

@@ -54,6 +54,8 @@ async def test_steps_tokens_and_the_time_in_the_queue_are_counted(tmp_path: Path
         assert value(decode, "engine_step_tokens_sum") == GREEDY.max_tokens - 1
         assert value(decode, "engine_step_seconds_count") == GREEDY.max_tokens - 1
         assert value(decode, "engine_step_seconds_sum") > 0
+        assert value(decode, "engine_step_host_seconds_count") == GREEDY.max_tokens - 1
+        assert value(decode, "engine_step_host_seconds_sum") > 0
         assert value(prefill, "request_queue_time_seconds_count") == 1
         assert value(prefill, "request_queue_time_seconds_sum") > 0
 

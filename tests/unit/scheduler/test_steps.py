@@ -12,7 +12,8 @@ from common.scheduler.effects import (
     RequestBroke,
     RequestEnded,
 )
-from common.scheduler.local import LocalScheduler, SchedulerLimits, StepPlan
+from common.scheduler.local import LocalScheduler
+from common.scheduler.steps import SchedulerLimits, StepPlan
 from tests.support.scheduler_bench import EOS, FIRST, GATEWAY, STOP, Bench, new_request, tokens_of
 
 
@@ -142,12 +143,25 @@ def test_a_request_is_not_taken_in_twice() -> None:
         bench.scheduler.add_decoding(new_request("a", prompt(3)), "tr-1", FIRST, 0)
 
 
-def test_only_one_step_is_open_at_a_time() -> None:
+def test_only_two_steps_are_open_at_a_time() -> None:
     bench = Bench()
-    bench.add(new_request("a", prompt(3)))
+    bench.add(new_request("a", prompt(3), max_tokens=9))
+    bench.step()
     bench.plan()
-    with pytest.raises(LocalProtocolError, match="a step is open already"):
+    bench.plan()
+    with pytest.raises(LocalProtocolError, match="two steps are open already"):
         bench.plan()
+
+
+def test_steps_are_finished_in_the_order_of_their_plans() -> None:
+    bench = Bench()
+    bench.add(new_request("a", prompt(3), max_tokens=9))
+    bench.step()
+    bench.plan()
+    second, _ = bench.plan()
+    assert second is not None
+    with pytest.raises(LocalProtocolError, match="step 2 is not the oldest open one"):
+        bench.finish(second)
 
 
 # ---- prefix hits ---------------------------------------------------------------------------------
