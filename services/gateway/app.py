@@ -64,7 +64,7 @@ def build_app(backend: Backend, settings: HttpSettings) -> FastAPI:
     _add_tokenizer_routes(app, TokenizationService(model, settings, tokenizer, admission))
     _add_model_routes(app, model)
     _add_operator_routes(app, backend, admission, metrics)
-    _add_docs_route(app)
+    _add_docs_routes(app)
     install_openapi(
         app,
         (ChatRequest, TextRequest, TokenizeRequest, DetokenizeRequest),
@@ -180,7 +180,14 @@ def _add_operator_routes(
         return Response(metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
 
-def _add_docs_route(app: FastAPI) -> None:
+def _add_docs_routes(app: FastAPI) -> None:
+    @app.get("/", include_in_schema=False)
+    async def root() -> Response:
+        """Lead whoever opens the server's address to its API."""
+        told = f"FlowPath {app.version}: an OpenAI-compatible API at /v1, described at /docs\n"
+        # Relative: before us may stand a proxy that serves us under a path of its own.
+        return PlainTextResponse(told, status_code=307, headers={"location": "docs"})
+
     @app.get("/docs", include_in_schema=False)
     async def docs() -> HTMLResponse:
         headers = {"content-security-policy": SECURITY_POLICY}
@@ -203,5 +210,7 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     """Answer what the router refuses (no such route, wrong method) in the same shape."""
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path[:256]}: {error.detail}"
+    if error.status_code == 404:
+        message += "; /docs lists what there is"
     body = error_body(message, "invalid_request_error", None, None)
     return Response(body, error.status_code, headers=error.headers, media_type="application/json")

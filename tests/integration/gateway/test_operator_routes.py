@@ -75,6 +75,27 @@ async def test_load_counts_each_prompt_in_work(tiny_folder):
                 pass
 
 
+async def test_the_bare_address_leads_to_the_docs(tiny_folder):
+    async with asgi_client(fake_backend(tiny_folder)) as client:
+        response = await client.get("/")
+        assert response.status_code == 307
+        assert response.headers["location"] == "docs"
+        assert "/v1" in response.text
+        page = await client.get("/", follow_redirects=True)
+        assert (page.status_code, page.url.path) == (200, "/docs")
+        assert (await client.head("/")).status_code == 307
+        assert "/" not in (await client.get("/openapi.json")).json()["paths"]
+
+
+@pytest.mark.parametrize("path", ["/nowhere", "/v1", "/v1/", "/docs/"])
+async def test_a_path_that_does_not_exist_is_told_where_the_others_are(tiny_folder, path):
+    async with asgi_client(fake_backend(tiny_folder)) as client:
+        response = await client.get(path)
+    error = response.json()["error"]
+    assert (response.status_code, error["type"]) == (404, "invalid_request_error")
+    assert error["message"] == f"GET {path}: Not Found; /docs lists what there is"
+
+
 class _Links(HTMLParser):
     def __init__(self) -> None:
         super().__init__()
@@ -227,7 +248,7 @@ async def test_a_connection_lives_on_after_a_refusal_with_an_unread_body(tiny_fo
 
 
 @pytest.mark.parametrize(
-    "path", [*GET_PATHS, *PAGES, CHAT_PATH, TEXT_PATH, "/tokenize", "/detokenize", "/nowhere"]
+    "path", ["/", *GET_PATHS, *PAGES, CHAT_PATH, TEXT_PATH, "/tokenize", "/detokenize", "/nowhere"]
 )
 async def test_without_a_key_only_probes_and_metrics_answer(tiny_folder, path):
     async with asgi_client(fake_backend(tiny_folder), KEYS) as client:
