@@ -3,7 +3,9 @@
 import torch
 
 from common.engine.batch import Batch
+from common.engine.head import LogitsHead
 from common.engine.kernels import DecoderKernels
+from common.engine.linear import Linear
 from common.engine.weights import DecoderWeights, LayerWeights
 from common.models.config import ModelConfig
 
@@ -12,7 +14,10 @@ class Decoder:
     """Computes logits; K and V go to the pool and are read from there alone."""
 
     def __init__(
-        self, config: ModelConfig, weights: DecoderWeights, kernels: DecoderKernels
+        self,
+        config: ModelConfig,
+        weights: DecoderWeights[Linear, LogitsHead],
+        kernels: DecoderKernels,
     ) -> None:
         self._config = config
         self._weights = weights
@@ -46,7 +51,9 @@ class Decoder:
         hidden = kernels.add_rms_norm(x, delta, self._weights.final_norm, epsilon)
         return self._weights.head(hidden)
 
-    def _attend(self, index: int, layer: LayerWeights, hidden: torch.Tensor) -> torch.Tensor:
+    def _attend(
+        self, index: int, layer: LayerWeights[Linear], hidden: torch.Tensor
+    ) -> torch.Tensor:
         qkv = layer.qkv(hidden)
         norms = (layer.q_norm, layer.k_norm)
         self._kernels.rotate_store(index, qkv, norms, self._config.rms_norm_eps)

@@ -1,8 +1,9 @@
 """A model's weights, streamed from its safetensors files into the engine's own arrangement."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -15,29 +16,41 @@ from common.models.config import ModelConfig
 
 MAX_NAMES_IN_ERROR = 5
 
+ProductT = TypeVar("ProductT")
+HeadT = TypeVar("HeadT")
+
+TensorSource = Callable[[str], torch.Tensor]
+"""Gives the tensor of a name of ``expected_tensors``, in the running type and on its device."""
+
+MakeProduct = Callable[[torch.Tensor, torch.Tensor | None], ProductT]
+"""Makes a matrix product of its weight, (out, in), and bias."""
+
+MakeHead = Callable[[torch.Tensor], HeadT]
+"""Makes the last product of the vocabulary's weights, (vocabulary, hidden)."""
+
 
 @dataclass(frozen=True, slots=True)
-class LayerWeights:
+class LayerWeights(Generic[ProductT]):
     """One decoder layer: queries, keys and values in one product, gate and up in another."""
 
     input_norm: torch.Tensor
-    qkv: Linear
+    qkv: ProductT
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
-    output: Linear
+    output: ProductT
     post_attention_norm: torch.Tensor
-    gate_up: Linear
-    down: Linear
+    gate_up: ProductT
+    down: ProductT
 
 
 @dataclass(frozen=True, slots=True)
-class DecoderWeights:
+class DecoderWeights(Generic[ProductT, HeadT]):
     """All weights of a decoder, in the running type."""
 
     embedding: torch.Tensor
-    layers: tuple[LayerWeights, ...]
+    layers: tuple[LayerWeights[ProductT], ...]
     final_norm: torch.Tensor
-    head: LogitsHead
+    head: HeadT
 
 
 def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -72,69 +85,89 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def load_weights(config: ModelConfig, dtype: torch.dtype) -> DecoderWeights:
-    """Stream the folder's weights: one fused product at a time is in memory unpacked.
+def load_weights(config: ModelConfig, dtype: torch.dtype) -> DecoderWeights[Linear, LogitsHead]:
+    """Return the folder's weights for the CPU (see ``read_weights``)."""
+    return read_weights(config, dtype, torch.device("cpu"), Linear, LogitsHead)
+
+
+def read_weights(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    make_product: MakeProduct[ProductT],
+    make_head: MakeHead[HeadT],
+) -> DecoderWeights[ProductT, HeadT]:
+    """Stream the folder's weights to a device: one fused product at a time is there unpacked.
 
     ModelError names files that are missing or damaged, and tensors that are missing, unknown, of
     another shape, or not of floating point.
     """
     try:
         with ExitStack() as stack:
-            return _Stream(config, dtype, stack).read_all()
+            source = _Files(config, dtype, device, stack).tensor
+            return assemble_weights(config, source, make_product, make_head)
     except (OSError, SafetensorError) as error:
         raise ModelError(f"{config.folder}: reading the weights failed: {error}") from error
 
 
-class _Stream:
+def assemble_weights(
+    config: ModelConfig,
+    source: TensorSource,
+    make_product: MakeProduct[ProductT],
+    make_head: MakeHead[HeadT],
+) -> DecoderWeights[ProductT, HeadT]:
+    """Ask ``source`` for every tensor of the model, once, and arrange them."""
+    known = expected_tensors(config)
+
+    def fused(names: Iterable[str]) -> ProductT:
+        weights, biases = [], []
+        for name in names:
+            weights.append(source(f"{name}.weight"))
+            if f"{name}.bias" in known:
+                biases.append(source(f"{name}.bias"))
+        weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+        return make_product(weight, torch.cat(biases) if biases else None)
+
+    def layer(index: int) -> LayerWeights[ProductT]:
+        prefix = f"model.layers.{index}."
+        attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
+        has_norm = config.has_qk_norm
+        return LayerWeights(
+            input_norm=source(f"{prefix}input_layernorm.weight"),
+            qkv=fused(f"{attention}{part}_proj" for part in "qkv"),
+            q_norm=source(f"{attention}q_norm.weight") if has_norm else None,
+            k_norm=source(f"{attention}k_norm.weight") if has_norm else None,
+            output=fused([f"{attention}o_proj"]),
+            post_attention_norm=source(f"{prefix}post_attention_layernorm.weight"),
+            gate_up=fused(f"{mlp}{part}_proj" for part in ("gate", "up")),
+            down=fused([f"{mlp}down_proj"]),
+        )
+
+    embedding = source("model.embed_tokens.weight")
+    layers = tuple(layer(index) for index in range(config.num_layers))
+    head = embedding if config.has_tied_embeddings else source("lm_head.weight")
+    return DecoderWeights(embedding, layers, source("model.norm.weight"), make_head(head))
+
+
+class _Files:
     """Reads tensors by name from however many files there are (memory-mapped)."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, stack: ExitStack) -> None:
+    def __init__(
+        self, config: ModelConfig, dtype: torch.dtype, device: torch.device, stack: ExitStack
+    ) -> None:
         self._config = config
         self._dtype = dtype
         self._files: dict[str, safe_open] = {}
         found: dict[str, tuple[int, ...]] = {}
         for path in checkpoint_files(config.folder):
             read_header(path)
-            file = stack.enter_context(safe_open(path, framework="pt"))
+            file = stack.enter_context(safe_open(path, framework="pt", device=str(device)))
             for name in file.keys():  # noqa: SIM118 - not a mapping
                 found[name] = tuple(file.get_slice(name).get_shape())
                 self._files[name] = file
         _compare(config, found)
 
-    def read_all(self) -> DecoderWeights:
-        embedding = self._tensor("model.embed_tokens.weight")
-        layers = tuple(self._layer(index) for index in range(self._config.num_layers))
-        is_tied = self._config.has_tied_embeddings
-        head = embedding if is_tied else self._tensor("lm_head.weight")
-        return DecoderWeights(
-            embedding, layers, self._tensor("model.norm.weight"), LogitsHead(head)
-        )
-
-    def _layer(self, index: int) -> LayerWeights:
-        prefix = f"model.layers.{index}."
-        attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
-        has_norm = self._config.has_qk_norm
-        return LayerWeights(
-            input_norm=self._tensor(f"{prefix}input_layernorm.weight"),
-            qkv=self._fused(f"{attention}{part}_proj" for part in "qkv"),
-            q_norm=self._tensor(f"{attention}q_norm.weight") if has_norm else None,
-            k_norm=self._tensor(f"{attention}k_norm.weight") if has_norm else None,
-            output=self._fused([f"{attention}o_proj"]),
-            post_attention_norm=self._tensor(f"{prefix}post_attention_layernorm.weight"),
-            gate_up=self._fused(f"{mlp}{part}_proj" for part in ("gate", "up")),
-            down=self._fused([f"{mlp}down_proj"]),
-        )
-
-    def _fused(self, names: Iterable[str]) -> Linear:
-        weights, biases = [], []
-        for name in names:
-            weights.append(self._tensor(f"{name}.weight"))
-            if f"{name}.bias" in self._files:
-                biases.append(self._tensor(f"{name}.bias"))
-        weight = weights[0] if len(weights) == 1 else torch.cat(weights)
-        return Linear(weight, torch.cat(biases) if biases else None)
-
-    def _tensor(self, name: str) -> torch.Tensor:
+    def tensor(self, name: str) -> torch.Tensor:
         # safetensors' own stub leaves this method without types.
         tensor: torch.Tensor = self._files[name].get_tensor(name)  # type: ignore[no-untyped-call]
         if not tensor.is_floating_point():
