@@ -122,5 +122,22 @@ class TcpPoolHandle:
     num_bytes: Count
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRUCT)
+class NcclPoolHandle:
+    """How a peer with a GPU of its own writes a KV pool on a GPU anywhere, over NCCL.
+
+    The listener is the one to which the peer says what it sends; the bytes go from GPU to GPU.
+    ``secret`` opens streams to it and travels on the handoff channel alone.
+    """
+
+    kind: Literal["nccl"]
+    host: Name
+    port: Annotated[int, Field(strict=True, ge=1, le=65535)]
+    secret: Annotated[bytes, Field(strict=True, min_length=32, max_length=32)] = field(repr=False)
+    num_blocks: Count
+    block_bytes: Count
+    num_bytes: Count
+
+
 ExportedPool = Annotated[PoolHandle | TcpPoolHandle, Field(discriminator="kind")]
 """A pool as its owner offers it to a paired peer."""
