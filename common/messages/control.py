@@ -106,8 +106,9 @@ class Fenced:
 class HelloRequested:
     """Controller → worker or gateway: this controller was started anew and does not know you.
 
-    The receiver says hello again with the same epoch; its requests go on undisturbed. Sent for
-    each message of an incarnation that is unknown but was not declared dead; a repeat is safe.
+    The receiver says hello again with the same epoch; its requests go on undisturbed. Sent, once
+    a second at most, when an incarnation speaks that is unknown but was not declared dead; a
+    repeat is safe.
     """
 
     epoch: EpochNumber

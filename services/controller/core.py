@@ -48,6 +48,7 @@ from services.controller.limits import ControllerLimits
 from services.controller.liveness import Life, life_of
 from services.controller.members import GatewayRecord, Members, WorkerRecord
 from services.controller.request_book import RequestBook
+from services.controller.strangers import Strangers
 
 
 class ControllerCore:
@@ -63,6 +64,7 @@ class ControllerCore:
         self._limits = limits
         self._dispatcher = Dispatcher(self.members, self.book, limits)
         self._lifecycle = RequestLifecycle(self.book, limits)
+        self._strangers = Strangers()
         self._progress_at = now
 
     def handle(self, event: CoreEvent, now: float) -> list[Effect]:
@@ -107,6 +109,8 @@ class ControllerCore:
         key: PeerKey = (envelope.sender, envelope.epoch)
         cause = _cause(envelope, message)
         if (reason := self.members.death_of(key)) is not None:
+            if not self._strangers.note_if_due(key, now):
+                return []
             fenced = Fenced(epoch=envelope.epoch, message=reason)
             facts: tuple[Fact, ...] = (("sender", key[0]), ("reason", reason))
             return [Note("fenced", cause, facts=facts, level="warning"), Send(key, fenced, cause)]
@@ -120,7 +124,7 @@ class ControllerCore:
         if (gateway := self.members.gateways.get(key)) is not None:
             gateway.last_seen = now
             return self._from_gateway(gateway, envelope, message, payload, now)
-        return self._from_stranger(key, message, cause)
+        return self._from_stranger(key, message, cause, now)
 
     def _from_worker(
         self, worker: WorkerRecord, envelope: Envelope, message: FromPeer, now: float
@@ -201,14 +205,16 @@ class ControllerCore:
         note = Note("cancel_of_unknown", cause, message.request_id)
         return [note, *(Send(worker, cancel, cause) for worker in self.members.workers)]
 
-    def _from_stranger(self, key: PeerKey, message: FromPeer, cause: str) -> list[Effect]:
+    def _from_stranger(
+        self, key: PeerKey, message: FromPeer, cause: str, now: float
+    ) -> list[Effect]:
         facts: tuple[Fact, ...] = (("sender", key[0]),)
         effects: list[Effect] = []
         if isinstance(message, SubmitRequest):
             told = "the controller was just started and does not know this gateway yet"
             refusal = Refusal(ErrorCode.NO_WORKER, told, self._limits.retry_after_seconds)
             effects += refuse(key, message.request_id, refusal, cause)
-        if not isinstance(message, Goodbye):
+        if not isinstance(message, Goodbye) and self._strangers.note_if_due(key, now):
             effects += [
                 Note("hello_requested", cause, facts=facts),
                 Send(key, HelloRequested(epoch=key[1]), cause),

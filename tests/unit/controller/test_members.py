@@ -1,16 +1,19 @@
 import pytest
 
+from common.ids import Epoch
 from common.messages.control import (
     ClusterState,
     Fenced,
     Goodbye,
     HelloRefused,
+    HelloRequested,
     PeerLeft,
     RequestFailed,
     WorkerAccepted,
 )
 from common.messages.fields import Role, WorkerState
 from services.controller.status import status_report
+from services.controller.strangers import MAX_TOLD_KEPT, TELL_AGAIN_SECONDS, Strangers
 from tests.unit.controller.cluster import (
     Cluster,
     gateway_hello,
@@ -181,7 +184,49 @@ def test_an_unknown_incarnation_is_asked_for_its_hello_and_keeps_its_requests() 
     assert sent_names(cluster.started("d0", "r", epoch=3)) == [("d0", "HelloRequested")]
     effects = cluster.join("p0", Role.PREFILL, epoch=7)
     assert sent_names(effects) == [("p0", "WorkerAccepted")]
+    cluster.now += TELL_AGAIN_SECONDS
     assert sent_names(cluster.finished("p0", "r")) == [("p0", "HelloRequested")]
+
+
+def test_queued_messages_of_unknown_incarnations_are_answered_and_logged_once_a_second() -> None:
+    cluster = Cluster()
+    answers, told = [], []
+    for beats in range(100):
+        for name, epoch in (("p0", 1), ("p0", 2), ("d0", 1)):
+            effects = cluster.beat(name, epoch=epoch)
+            answers += [(key, beats) for key, _ in only(effects, HelloRequested)]
+            told += notes(effects)
+        cluster.now += 0.0199
+    strangers = [("p0", 1), ("p0", 2), ("d0", 1)]
+    assert answers == [(key, beats) for beats in (0, 51) for key in strangers]
+    assert told == ["hello_requested"] * len(answers)
+
+
+def test_each_request_of_an_unknown_gateway_is_refused_and_its_hello_asked_for_once() -> None:
+    cluster = Cluster()
+    effects = [*cluster.submit("r0"), *cluster.submit("r1")]
+    assert sent_names(effects) == [
+        ("g", "RequestRefused"),
+        ("g", "HelloRequested"),
+        ("g", "RequestRefused"),
+    ]
+
+
+def test_a_dead_incarnation_s_queued_messages_are_fenced_once_a_second() -> None:
+    cluster = pair_cluster()
+    cluster.tick(100)
+    assert [notes(cluster.beat("p0")) for _ in range(3)] == [["fenced"], [], []]
+    cluster.now += TELL_AGAIN_SECONDS
+    assert sent_names(cluster.beat("p0")) == [("p0", "Fenced")]
+
+
+def test_no_more_strangers_are_remembered_than_were_told_in_the_last_second() -> None:
+    strangers = Strangers()
+    for number in range(2 * MAX_TOLD_KEPT):
+        assert strangers.note_if_due((f"p{number}", Epoch(1)), now=0.0)
+    assert len(strangers._told_at) == MAX_TOLD_KEPT
+    assert strangers.note_if_due(("late", Epoch(1)), now=TELL_AGAIN_SECONDS)
+    assert len(strangers._told_at) == 1
 
 
 def test_an_unknown_gateway_s_request_is_refused_and_its_hello_asked_for() -> None:
