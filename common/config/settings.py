@@ -94,10 +94,20 @@ class Settings(BaseSettings):
         max_length=256,
         description="Model name that clients use; empty is the folder's name.",
     )
-    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+    load_format: Literal["auto", "dummy"] = Field(
         "auto",
-        description="Type of weights and KV; auto is the fastest that the processor supports "
-        "natively.",
+        description="Where weights come from: the model folder, or with dummy from a random "
+        "generator, for benchmarks; then the folder needs no weights.",
+    )
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:[0-9]{1,3})?)$")] = Field(
+        "auto",
+        description="Where a worker computes: cpu, cuda (workers take the host's GPUs in turn) or "
+        "cuda:N; auto is cuda where there is a GPU.",
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto",
+        description="Type of weights and KV; auto is bfloat16 on a GPU, and on a CPU the fastest "
+        "that it supports natively. float16 needs a GPU.",
     )
     prefill: int = Field(1, ge=1, le=256, description="Number of prefill workers.")
     decode: int = Field(1, ge=1, le=256, description="Number of decode workers.")
@@ -118,15 +128,38 @@ class Settings(BaseSettings):
         "(size).",
     )
     kv_bytes: Bytes = Field(
-        2**30, ge=2**20, description="KV pool of each worker (size): blocks of all layers."
+        0,
+        ge=0,
+        description="KV pool of each worker (size): blocks of all layers; 0 is 1 GiB on a CPU, and "
+        "on a GPU what gpu_memory_fraction leaves.",
+    )
+    gpu_memory_fraction: float = Field(
+        0.9,
+        gt=0,
+        le=1,
+        description="Share of a GPU's memory that its workers of this cluster take together: "
+        "weights, KV pools and room to compute.",
+    )
+    cuda_graphs: bool = Field(
+        default=True,
+        description="Whether a GPU's decode steps are captured at the start and replayed; without, "
+        "they start sooner and run slower.",
     )
     max_model_len: int = Field(
         0, ge=0, description="Longest prompt plus output in tokens; 0 is the model's own limit."
     )
     max_num_batched_tokens: int = Field(
-        512, ge=8, description="Token budget of one engine step; a multiple of block_size."
+        0,
+        ge=0,
+        description="Token budget of one engine step, a multiple of block_size; 0 is 512 on a CPU "
+        "and 8192 on a GPU.",
     )
-    max_num_seqs: int = Field(64, ge=1, le=65536, description="Most sequences in one engine step.")
+    max_num_seqs: int = Field(
+        0,
+        ge=0,
+        le=65536,
+        description="Most sequences in one engine step; 0 is 64 on a CPU and 256 on a GPU.",
+    )
     max_queue: int = Field(
         1024,
         ge=1,
@@ -191,9 +224,12 @@ class Settings(BaseSettings):
         description="Key folder of this host (`flowpath keygen`); needed as soon as processes talk "
         "over TCP.",
     )
-    transport: Literal["auto", "shm", "tcp"] = Field(
-        "auto",
-        description="How KV moves between workers; auto takes the best that both sides offer.",
+    transport: Literal["auto", "shm", "tcp", "cuda_ipc", "nccl", "layerwise", "gather_buffer"] = (
+        Field(
+            "auto",
+            description="How KV moves between workers; auto takes the best that both sides offer. "
+            "layerwise and gather_buffer are what cuda_ipc is compared with.",
+        )
     )
     run_dir: Annotated[Folder, AfterValidator(_short_enough)] = Field(
         default_factory=lambda data: default_run_dir(environment, data["port"]),

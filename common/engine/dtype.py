@@ -24,7 +24,7 @@ def resolve_dtype(name: str, cpu_info: Path = CPU_INFO) -> str:
         return name
     if name != "auto":
         known = ", ".join(TORCH_DTYPES)
-        raise ConfigError(f"dtype {name!r} is not supported: auto, {known} are")
+        raise ConfigError(f"dtype {name!r} is not supported on a CPU: auto, {known} are")
     return "bfloat16" if has_native_bfloat16(cpu_info) else "float32"
 
 
@@ -44,12 +44,12 @@ def has_native_bfloat16(cpu_info: Path = CPU_INFO) -> bool:
 def load_model_layout(config: ModelConfig, dtype: str, block_size: int) -> KVLayout:
     """Return the KV layout of a model that runs in ``dtype`` with blocks of ``block_size`` tokens.
 
-    ``auto`` is resolved.
+    ``auto`` must be resolved before.
     """
     return KVLayout(
         num_layers=config.num_layers,
         block_size=block_size,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
-        dtype=resolve_dtype(dtype),
+        dtype=dtype,
     )

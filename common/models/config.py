@@ -126,9 +126,12 @@ class ModelConfig:
         """Tell whether the folder asks for dynamic scaling, which ends at the trained context."""
         return self.rope.rope_type is RopeType.DYNAMIC
 
-    def fingerprint(self) -> str:
-        """Return 16 hex digits that differ between folders whose models or tokenizers differ."""
-        return model_fingerprint(self.folder)
+    def fingerprint(self, *, has_weights: bool = True) -> str:
+        """Return 16 hex digits that differ between folders whose models or tokenizers differ.
+
+        ``has_weights`` says that the folder's weights are the ones that are served.
+        """
+        return model_fingerprint(self.folder, has_weights=has_weights)
 
 
 def _family(fields: JsonFields) -> Family:

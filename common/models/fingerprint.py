@@ -10,8 +10,10 @@ NUM_SAMPLES = 64
 SAMPLE_BYTES = 1024
 
 
-def model_fingerprint(folder: Path) -> str:
+def model_fingerprint(folder: Path, *, has_weights: bool = True) -> str:
     """Return 16 hex digits over what makes the model: its files, sampled, not read in full.
+
+    Where the weights come from elsewhere (``has_weights`` false), their files are not looked for.
 
     Covered are config.json, tokenizer.json (where there is one), the index, and of each
     safetensors file the size, the header, and 64 samples spread over the weights: fine-tunes of
@@ -22,7 +24,7 @@ def model_fingerprint(folder: Path) -> str:
     for name in ("config.json", "tokenizer.json", INDEX_NAME):
         path = folder / name
         _add(digest, name, path.read_bytes() if path.exists() else b"")
-    for path in checkpoint_files(folder):
+    for path in checkpoint_files(folder) if has_weights else ():
         header = read_header(path)
         _add(digest, path.name, str(path.stat().st_size).encode())
         _add(digest, "header", header)

@@ -7,8 +7,6 @@ import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
-from time import monotonic
 
 import structlog
 import uvloop
@@ -16,21 +14,15 @@ import uvloop
 from common.config.folders import prepare_run_dir
 from common.config.host import host_id
 from common.config.settings import Settings
-from common.engine.cpu_engine import CpuEngine
-from common.engine.dtype import load_model_layout
 from common.errors import ConfigError, ErrorCode
 from common.ids import WorkerId, new_epoch
 from common.kv.blocks import BlockManager
 from common.kv.journal import AllocOp, JournalWriter
-from common.kv.layout import KVLayout
-from common.kv.pool import KVPool
 from common.messages.codec import Codec
 from common.messages.control import ControllerToWorker, WorkerHello, WorkerToController
 from common.messages.fields import PeerInfo, Role
 from common.messages.handoff import DecodeToPrefill, PrefillToDecode
 from common.messages.tokens import WorkerToGateway
-from common.models.config import ModelConfig
-from common.models.default_model import ensure_default_model
 from common.scheduler.local import LocalScheduler
 from common.scheduler.steps import SchedulerLimits
 from common.telemetry.exposition import metrics_served
@@ -42,6 +34,7 @@ from common.transport.sockets import Context, DealerLink, Identity, RouterHub, n
 from common.worker.control import ControlLink, WasFenced
 from common.worker.emitter import TokenEmitter
 from common.worker.inbound import InboundHandoffs
+from common.worker.machine import Machine, build_machine
 from common.worker.outbound import OutboundHandoffs
 from common.worker.setup import HandoffSetup
 from common.worker.transports import Transports, open_transports
@@ -58,17 +51,6 @@ MAX_SEGMENT_SHARE = 16
 """SEGMENT_MIN_SIZE is capped at this fraction of a small pool (1 / 16)."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Machine:
-    """What outlives an incarnation: model, pool and engine."""
-
-    model_folder: Path
-    config: ModelConfig
-    layout: KVLayout
-    pool: KVPool
-    engine: CpuEngine
-
-
 def run(settings: Settings, role: Role, worker_id: str) -> int:
     """Serve as one worker until SIGTERM or SIGINT; return the exit code.
 
@@ -79,7 +61,7 @@ def run(settings: Settings, role: Role, worker_id: str) -> int:
     )
     try:
         prepare_run_dir(settings.run_dir)
-        machine = _build(settings, worker_id)
+        machine = build_machine(settings, worker_id)
         gc.freeze()
         while True:
             is_fenced = uvloop.run(
@@ -92,40 +74,6 @@ def run(settings: Settings, role: Role, worker_id: str) -> int:
         raise
     finally:
         file.close()
-
-
-def _build(settings: Settings, worker_id: str) -> _Machine:
-    started = monotonic()
-    folder = Path(settings.model) if settings.model else _default_model(settings)
-    config = ModelConfig.load(folder)
-    layout = load_model_layout(config, settings.dtype, settings.block_size)
-    num_blocks = settings.kv_bytes // layout.block_bytes
-    if num_blocks < 2:
-        raise ConfigError(
-            f"kv_bytes {settings.kv_bytes} holds {num_blocks} blocks of "
-            f"{layout.block_bytes} bytes; at least 2 are needed"
-        )
-    pool = KVPool(num_blocks, layout.block_bytes)
-    engine = CpuEngine(folder, layout, pool.buffer, settings.num_threads)
-    log.info(
-        "worker_built",
-        model=str(folder),
-        dtype=layout.dtype,
-        num_blocks=num_blocks,
-        block_bytes=layout.block_bytes,
-        threads=settings.num_threads,
-        seconds=round(monotonic() - started, 3),
-        worker=worker_id,
-    )
-    return _Machine(folder, config, layout, pool, engine)
-
-
-def _default_model(settings: Settings) -> Path:
-    return ensure_default_model(settings.cache_dir / "models", _tell_model)
-
-
-def _tell_model(line: str) -> None:
-    log.info("default_model", detail=line)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +89,7 @@ class _Incarnation:
     """One life of a worker in the cluster, with an epoch of its own."""
 
     def __init__(
-        self, settings: Settings, role: Role, worker_id: WorkerId, machine: _Machine
+        self, settings: Settings, role: Role, worker_id: WorkerId, machine: Machine
     ) -> None:
         self._settings = settings
         self._role = role
@@ -205,8 +153,8 @@ class _Incarnation:
         hello = self._hello(hub.endpoint, hands.transports.names)
         blocks = self._blocks(hello)
         limits = SchedulerLimits(
-            max_num_batched_tokens=settings.max_num_batched_tokens,
-            max_num_seqs=settings.max_num_seqs,
+            max_num_batched_tokens=machine.max_num_batched_tokens,
+            max_num_seqs=machine.max_num_seqs,
             block_size=settings.block_size,
             growth_tokens=GROWTH_BLOCKS * settings.block_size,
         )
@@ -287,7 +235,7 @@ class _Incarnation:
         )
         return WorkerHello(
             peer=peer,
-            model_fingerprint=machine.config.fingerprint(),
+            model_fingerprint=machine.model_fingerprint,
             model_name=self._settings.model_name,
             max_model_len=self._settings.max_model_len or machine.config.max_model_len,
             num_blocks=machine.pool.num_blocks,

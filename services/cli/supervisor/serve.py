@@ -60,7 +60,8 @@ def _serve_on_port(settings: Settings) -> int:
             tidy(settings.run_dir, remove_folder=not was_there)
 
 
-_DTYPES = {"auto": "auto (the fastest that this processor does natively)"}
+_DTYPES = {"auto": "auto (bfloat16 on a GPU, else the fastest that this processor has)"}
+_TRANSPORTS = {"auto": "auto (shared memory; CUDA IPC between GPUs)", "shm": "shm (shared memory)"}
 
 
 async def _serve(settings: Settings, console: Console) -> int:
@@ -72,7 +73,7 @@ async def _serve(settings: Settings, console: Console) -> int:
     specs = plan_processes(settings)
     settings_file = settings.run_dir / "settings.json"
     save_settings(settings, settings_file)
-    usual = "tcp" if settings.transport == "tcp" else "shm (shared memory)"
+    usual = _TRANSPORTS.get(settings.transport, settings.transport)
     transport = "local (one worker does both)" if settings.combined else usual
     processes = ", ".join(spec.name for spec in specs)
     for name, value in (

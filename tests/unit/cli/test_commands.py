@@ -60,7 +60,7 @@ def test_check_prints_every_setting_with_its_value_and_source(
     assert ["combined", "true", "flag", "--combined"] in rows
     assert ["decode", "3", "environment", "FLOWPATH_DECODE"] in rows
     assert ["kv_bytes", "2GiB", "file", str(file)] in rows
-    assert ["max_num_seqs", "64", "default"] in rows
+    assert ["max_num_seqs", "0", "default"] in rows
     assert out.splitlines()[-1] == (
         "note: environment FLOWPATH_PORTT names no setting and is ignored"
     )

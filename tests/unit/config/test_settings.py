@@ -48,7 +48,7 @@ def test_a_flag_beats_the_environment_which_beats_the_file_which_beats_the_defau
         6,
         5,
         3,
-        64,
+        0,
     )
     assert {name: loaded.sources[name] for name in ("port", "prefill", "decode", "model")} == {
         "port": "flag --port",
@@ -97,7 +97,7 @@ def test_an_empty_variable_is_not_given(monkeypatch: pytest.MonkeyPatch) -> None
         ({"block_size": "4"}, ["block_size", "8"]),
         ({"max_num_batched_tokens": "100"}, ["max_num_batched_tokens 100", "block_size 64"]),
         ({"kv_bytes": "3 parsecs"}, ["kv_bytes = '3 parsecs'", "MiB"]),
-        ({"dtype": "int3"}, ["dtype = 'int3'", "'auto', 'float32' or 'bfloat16'"]),
+        ({"dtype": "int3"}, ["dtype = 'int3'", "'auto', 'float32', 'bfloat16' or 'float16'"]),
         ({"run_dir": "/tmp/" + "x" * 80}, ["run_dir", "the kernel cuts"]),
         ({"death_seconds": "0.3"}, ["death_seconds 0.3", "three heartbeat_seconds"]),
         ({"port": "x", "prefill": "0"}, ["setting port", "setting prefill"]),

@@ -38,5 +38,5 @@ def test_a_named_type_is_taken(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["float16", "int8", ""])
 def test_an_unknown_type_is_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match="is not supported: auto, float32, bfloat16 are"):
+    with pytest.raises(ConfigError, match="is not supported on a CPU: auto, float32, bfloat16 are"):
         resolve_dtype(name)

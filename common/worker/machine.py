@@ -1,0 +1,146 @@
+"""What a worker is made of and keeps for its whole life: model, KV pool, engine."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic
+
+import structlog
+import torch
+
+from common.config.settings import Settings
+from common.engine.cpu_engine import CpuEngine
+from common.engine.dtype import load_model_layout, resolve_dtype
+from common.engine.interface import Engine
+from common.errors import ConfigError
+from common.kv.layout import KVLayout
+from common.kv.pool import BlockPool, KVPool
+from common.models.config import ModelConfig
+from common.models.default_model import ensure_default_model
+from common.worker.devices import GpuPlace, gpu_pool_bytes, place_worker
+
+log = structlog.get_logger()
+
+CPU_KV_BYTES = 2**30
+CPU_BATCHED_TOKENS = 512
+CPU_SEQS = 64
+GPU_BATCHED_TOKENS = 8192
+GPU_SEQS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What outlives an incarnation. ``max_num_batched_tokens`` and ``max_num_seqs`` bound a step."""
+
+    config: ModelConfig
+    model_fingerprint: str
+    layout: KVLayout
+    pool: BlockPool
+    engine: Engine
+    max_num_batched_tokens: int
+    max_num_seqs: int
+
+
+def build_machine(settings: Settings, worker_id: str) -> Machine:
+    """Load the model and make pool and engine on the worker's device.
+
+    ConfigError when settings, model or memory do not allow it.
+    """
+    started = monotonic()
+    config = ModelConfig.load(Path(settings.model) if settings.model else _default_model(settings))
+    place = place_worker(settings, worker_id, _num_gpus(settings))
+    machine = (
+        _build_on_cpu(settings, config) if place is None else _build_on_gpu(settings, config, place)
+    )
+    log.info(
+        "worker_built",
+        model=str(config.folder),
+        device="cpu" if place is None else f"cuda:{place.device_index}",
+        dtype=machine.layout.dtype,
+        num_blocks=machine.pool.num_blocks,
+        block_bytes=machine.layout.block_bytes,
+        threads=settings.num_threads,
+        seconds=round(monotonic() - started, 3),
+        worker=worker_id,
+    )
+    return machine
+
+
+def _build_on_cpu(settings: Settings, config: ModelConfig) -> Machine:
+    if settings.load_format == "dummy":
+        raise ConfigError("load_format dummy makes weights on a GPU; there is none in use")
+    layout = load_model_layout(config, resolve_dtype(settings.dtype), settings.block_size)
+    num_blocks = _num_blocks(settings.kv_bytes or CPU_KV_BYTES, layout)
+    pool = KVPool(num_blocks, layout.block_bytes)
+    return Machine(
+        config=config,
+        model_fingerprint=config.fingerprint(),
+        layout=layout,
+        pool=pool,
+        engine=CpuEngine(config.folder, layout, pool.buffer, settings.num_threads),
+        max_num_batched_tokens=settings.max_num_batched_tokens or CPU_BATCHED_TOKENS,
+        max_num_seqs=settings.max_num_seqs or CPU_SEQS,
+    )
+
+
+def _build_on_gpu(settings: Settings, config: ModelConfig, place: GpuPlace) -> Machine:
+    # What needs CUDA is not imported on a machine without it.
+    from common.engine.cuda.engine import CudaEngine  # noqa: PLC0415
+    from common.engine.cuda.model import CudaModel  # noqa: PLC0415
+    from common.kv.device_pool import DevicePool  # noqa: PLC0415
+
+    dtype = "bfloat16" if settings.dtype == "auto" else settings.dtype
+    layout = load_model_layout(config, dtype, settings.block_size)
+    device = torch.device("cuda", place.device_index)
+    torch.cuda.set_device(device)
+    max_num_batched_tokens = settings.max_num_batched_tokens or GPU_BATCHED_TOKENS
+    max_num_seqs = settings.max_num_seqs or GPU_SEQS
+    model = CudaModel.load(config, dtype, device, load_format=settings.load_format)
+    pool_bytes = gpu_pool_bytes(
+        settings,
+        place,
+        total_bytes=torch.cuda.get_device_properties(device).total_memory,
+        used_bytes=torch.cuda.memory_reserved(device),
+        step_bytes=model.step_bytes(max_num_batched_tokens, max_num_seqs),
+    )
+    # One block more than is given out: padding rows of a step write there.
+    pool = DevicePool(_num_blocks(pool_bytes, layout) - 1, layout.block_bytes, place.device_index)
+    engine = CudaEngine(
+        model,
+        layout,
+        pool,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_num_seqs=max_num_seqs,
+        use_graphs=settings.cuda_graphs,
+        tell=_tell_progress,
+    )
+    return Machine(
+        config=config,
+        model_fingerprint=config.fingerprint(has_weights=settings.load_format != "dummy"),
+        layout=layout,
+        pool=pool,
+        engine=engine,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_num_seqs=max_num_seqs,
+    )
+
+
+def _num_gpus(settings: Settings) -> int:
+    return 0 if settings.device == "cpu" else torch.cuda.device_count()
+
+
+def _num_blocks(pool_bytes: int, layout: KVLayout) -> int:
+    num_blocks = pool_bytes // layout.block_bytes
+    if num_blocks < 2:
+        raise ConfigError(
+            f"kv_bytes {pool_bytes} holds {num_blocks} blocks of {layout.block_bytes} bytes; at"
+            " least 2 are needed"
+        )
+    return num_blocks
+
+
+def _default_model(settings: Settings) -> Path:
+    return ensure_default_model(settings.cache_dir / "models", _tell_progress)
+
+
+def _tell_progress(line: str) -> None:
+    log.info("progress", detail=line)
