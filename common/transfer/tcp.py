@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
-import flowpath_native
 import numpy as np
 from numpy.typing import NDArray
 
@@ -21,6 +20,7 @@ from common.errors import RemoteProtocolError, TransferError
 from common.kv.layout import PAGE_BYTES
 from common.kv.pool import KVPool
 from common.messages.fields import PoolHandle, TcpPoolHandle
+from common.transfer.aligned import align_checked
 from common.transfer.backend import LinkRate, WriteReport
 from common.transfer.tcp_rates import measure_limit
 from common.transfer.tcp_stream import SendStream, Share
@@ -213,24 +213,9 @@ class TcpLink:
         """Return the fewest runs, rows (source, target, length), after every check."""
         if len(token) != TOKEN_BYTES:
             raise TransferError(f"{self._where}: a write without a token")
-        try:
-            src = np.asarray(sources, dtype=np.int32)
-            dst = np.asarray(targets, dtype=np.int32)
-            rows = flowpath_native.align(src, dst)
-        except (ValueError, OverflowError) as error:
-            raise TransferError(
-                f"{self._where}: cannot write {len(sources)} blocks: {error}"
-            ) from error
-        for name, ids, bound in (
-            ("source", src, self._pool.num_blocks),
-            ("target", dst, self._handle.num_blocks),
-        ):
-            if len(ids) and not 0 <= ids.min() <= ids.max() < bound:
-                raise TransferError(
-                    f"{self._where}: cannot write {len(ids)} blocks: a {name} block is outside of"
-                    f" the {bound} blocks of its pool"
-                )
-        return rows
+        return align_checked(
+            self._where, (sources, self._pool.num_blocks), (targets, self._handle.num_blocks)
+        )
 
     def _refuse_closed(self) -> None:
         if self._is_closed:

@@ -5,20 +5,17 @@ straight into the granted blocks, without the interpreter's lock. Anything that 
 live grant ends its stream with a line in the log.
 """
 
-import socket
-import threading
 from collections.abc import Sequence
-from ipaddress import ip_address
 
 import structlog
 
-from common.errors import ConfigError, RemoteProtocolError, TransferError
+from common.errors import RemoteProtocolError, TransferError
 from common.ids import TransferId
 from common.kv.layout import PAGE_BYTES
 from common.kv.pool import KVPool
 from common.messages.fields import TcpPoolHandle
+from common.transfer.stream_server import StreamServer
 from common.transfer.tcp_grants import Session, WriteGrants
-from common.transfer.tcp_greeting import Greeter
 from common.transfer.tcp_socket import DataSocket
 from common.transfer.tcp_wire import (
     EXTENT_BYTES,
@@ -39,10 +36,8 @@ log = structlog.get_logger()
 
 MAX_STREAMS = 256
 """Streams of all peers together."""
-BACKLOG = 64
 SCRATCH_BYTES = 256 * 1024
 """Where probes are read to; one for each stream."""
-LEAVE_SECONDS = 10.0
 
 
 class TcpExport:
@@ -65,26 +60,29 @@ class TcpExport:
         advertised_host: str = "",
     ) -> None:
         self._pool = pool
-        self._stall_seconds = stall_seconds
         self._secret = new_secret()
         self._grants = WriteGrants(pool.num_blocks, pool.block_bytes)
-        self._lock = threading.Lock()
-        self._streams: dict[DataSocket, threading.Thread] = {}
-        self._is_closed = False
-        self._host = advertised_host or host
-        listener = _listen(host, advertised_host)
-        self.port: int = listener.getsockname()[1]
-        self._greeter = Greeter(listener, self._secret, self._admit)
-        self._thread = threading.Thread(target=self._greeter.run, name="tcp-greeter", daemon=True)
-        self._thread.start()
-        log.info("data_listener", host=host, port=self.port)
+        self._server = StreamServer(
+            self.name,
+            self._serve,
+            self._secret,
+            stall_seconds,
+            MAX_STREAMS,
+            host=host,
+            advertised_host=advertised_host,
+        )
+
+    @property
+    def port(self) -> int:
+        """Where peers connect to."""
+        return self._server.port
 
     def handle(self) -> TcpPoolHandle:
         """Return what a peer needs to write; it holds a secret: for the handoff channel alone."""
         return TcpPoolHandle(
             kind="tcp",
-            host=self._host,
-            port=self.port,
+            host=self._server.host,
+            port=self._server.port,
             secret=self._secret,
             num_blocks=self._pool.num_blocks,
             block_bytes=self._pool.block_bytes,
@@ -104,37 +102,11 @@ class TcpExport:
     @property
     def num_streams(self) -> int:
         """Streams that have proven themselves and live."""
-        with self._lock:
-            return len(self._streams)
+        return self._server.num_streams
 
     def close(self) -> None:
         """End every stream and the listener; on return no byte reaches the pool any more."""
-        with self._lock:
-            self._is_closed = True
-            streams = dict(self._streams)
-        self._greeter.stop()
-        for stream in streams:
-            stream.cut()
-        for thread in (self._thread, *streams.values()):
-            thread.join(LEAVE_SECONDS)
-            if thread.is_alive():
-                raise TransferError(f"tcp: {thread.name} does not end")
-
-    # ---- streams ---------------------------------------------------------------------------------
-
-    def _admit(self, sock: socket.socket, address: str, nonces: bytes) -> None:
-        stream = DataSocket(sock, self._stall_seconds)
-        thread = threading.Thread(
-            target=self._serve, args=(stream, address, nonces), name="tcp-stream", daemon=True
-        )
-        with self._lock:
-            is_refused = self._is_closed or len(self._streams) >= MAX_STREAMS
-            if not is_refused:
-                self._streams[stream] = thread
-                thread.start()
-        if is_refused:
-            log.error("data_stream_refused", peer=address, reason=f"{MAX_STREAMS} streams are open")
-            stream.close()
+        self._server.close()
 
     def _serve(self, stream: DataSocket, address: str, nonces: bytes) -> None:
         frames = _FrameReader(stream, self._pool, self._grants, self._secret, nonces)
@@ -145,10 +117,6 @@ class TcpExport:
             log.warning("data_frame_refused", peer=address, reason=str(error))
         except TransferError as error:
             log.warning("data_stream_ended", peer=address, reason=str(error))
-        finally:
-            with self._lock:
-                del self._streams[stream]
-            stream.close()
 
 
 class _FrameReader:
@@ -213,20 +181,3 @@ class _FrameReader:
             piece = self._scratch[: min(left, SCRATCH_BYTES)]
             self._stream.receive([piece])
             left -= len(piece)
-
-
-def _listen(host: str, advertised_host: str) -> socket.socket:
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-    except OSError as error:
-        raise ConfigError(f"cannot listen for KV data on {host}: {error.strerror}") from error
-    if ip_address(address[0]).is_unspecified and not advertised_host:
-        raise ConfigError(f"peers cannot connect to {host}: say which address they should use")
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.bind(address)
-        listener.listen(BACKLOG)
-    except OSError as error:
-        listener.close()
-        raise ConfigError(f"cannot listen for KV data on {host}: {error.strerror}") from error
-    return listener

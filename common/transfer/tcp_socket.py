@@ -89,6 +89,20 @@ class DataSocket:
             else:
                 left = _after(left, num_bytes)
 
+    def is_quiet(self) -> bool:
+        """Whether nothing has come that is not received yet; TransferError at the end."""
+        if self._is_cut:
+            raise TransferError("the stream was cut")
+        try:
+            data = self._sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return True
+        except OSError as error:
+            raise TransferError(f"receiving failed: {error.strerror}") from error
+        if not data:
+            raise TransferError("the peer closed it")
+        return False
+
     def cut(self) -> None:
         """End every wait of the socket at once, in any thread."""
         with self._lock:

@@ -62,14 +62,7 @@ class SendStream:
 
         OSError, TransferError or RemoteProtocolError says why not.
         """
-        deadline = monotonic() + stall_seconds
-        sock = socket.create_connection((handle.host, handle.port), timeout=stall_seconds)
-        try:
-            nonces = _greet(sock, handle.secret, deadline)
-        except BaseException:
-            sock.close()
-            raise
-        return cls(DataSocket(sock, stall_seconds), nonces)
+        return cls(*open_stream(handle.host, handle.port, handle.secret, stall_seconds))
 
     def send(self, share: Share, source: memoryview, token: bytes) -> range:
         """Send a share from the own pool's bytes; return the frames to await."""
@@ -120,6 +113,23 @@ class SendStream:
         frame = pack_frame(kind, self._sequence, extents, key, self._session)
         self._sequence += 1
         self._sock.send([memoryview(frame), *pieces])
+
+
+def open_stream(
+    host: str, port: int, secret: bytes, stall_seconds: float
+) -> tuple[DataSocket, bytes]:
+    """Connect and greet within ``stall_seconds`` each; return the stream and both nonces.
+
+    OSError, TransferError or RemoteProtocolError says why not.
+    """
+    deadline = monotonic() + stall_seconds
+    sock = socket.create_connection((host, port), timeout=stall_seconds)
+    try:
+        nonces = _greet(sock, secret, deadline)
+    except BaseException:
+        sock.close()
+        raise
+    return DataSocket(sock, stall_seconds), nonces
 
 
 def _greet(sock: socket.socket, secret: bytes, deadline: float) -> bytes:
