@@ -145,8 +145,7 @@ class ControllerCore:
                 effects = self._lifecycle.finished(key, message, cause, now)
                 return [*effects, *self._dispatcher.retry_waiting(cause, now)]
             case RequestFailed():
-                effects = self._lifecycle.failed(key, message, cause, now)
-                return [*effects, *self._dispatcher.retry_waiting(cause, now)]
+                return self._request_failed(worker, message, cause, now)
             case Goodbye(reason=reason):
                 told = f"worker {key[0]} left: {reason}"
                 return self._lose_worker(worker, ErrorCode.SHUTTING_DOWN, told, cause, now)
@@ -194,6 +193,18 @@ class ControllerCore:
                 raise RemoteProtocolError(f"gateway {key[0]} sent {type(message).__name__}")
             case _:
                 assert_never(message)
+
+    def _request_failed(
+        self, worker: WorkerRecord, message: RequestFailed, cause: str, now: float
+    ) -> list[Effect]:
+        """Place a request elsewhere that the worker did not take in; another one has failed."""
+        before = worker.state
+        effects = self._dispatcher.place_refused(worker, message, cause, now)
+        return [
+            *_state_changed(worker, before, cause),
+            *(effects or self._lifecycle.failed(worker.key, message, cause, now)),
+            *self._dispatcher.retry_waiting(cause, now),
+        ]
 
     def _cancel_everywhere(self, message: CancelRequest, cause: str) -> list[Effect]:
         """Cancel what has no record: it ended, or an earlier controller placed it."""
@@ -380,7 +391,7 @@ class ControllerCore:
         told = f"worker {key[0]} was not reached with {type(send.message).__name__}"
         effects = [] if worker is None else self._remove_worker(worker, told, cause)
         if isinstance(send.message, PlaceRequest):
-            effects += self._dispatcher.place_failed(send, send.message, cause, now)
+            effects += self._dispatcher.place_failed(send.message, cause, now)
         effects += self._lifecycle.worker_gone(key, ErrorCode.WORKER_DIED, told, cause, now)
         if (gateway := self.members.gateways.get(key)) is not None:
             told = f"it was not reached with {type(send.message).__name__}"

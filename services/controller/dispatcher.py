@@ -8,6 +8,7 @@ from common.messages.control import (
     DecodeRefused,
     PlaceDecode,
     PlaceRequest,
+    RequestFailed,
     RequestPlaced,
     RequestRefused,
     SubmitRequest,
@@ -16,7 +17,7 @@ from common.messages.fields import Role
 from services.controller import request_machine as machine
 from services.controller.effects import Effect, Fact, Note, PeerKey, Send
 from services.controller.limits import ControllerLimits
-from services.controller.members import GatewayRecord, Members
+from services.controller.members import GatewayRecord, Members, WorkerRecord
 from services.controller.policy.placement import (
     Placement,
     choose_decode,
@@ -29,6 +30,10 @@ from services.controller.request_record import RequestRecord
 
 MAX_FAULTS = 5
 """Attempts with one decode worker that fail for another reason than room."""
+MAX_PLACEMENTS = 4
+"""Prefill workers that are tried for one request."""
+NOT_TAKING_IN = (ErrorCode.SHUTTING_DOWN, ErrorCode.NO_WORKER)
+"""How a worker refuses a request without a look at it: it drains, or is quarantined."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +75,9 @@ class Dispatcher:
             return refuse(gateway.key, message.request_id, chosen, cause)
         placement, num_blocks = chosen
         sides = (self._key(placement.prefill.worker_id), self._key(placement.decode.worker_id))
-        record = RequestRecord(message, gateway.key, sides, num_blocks, now)
+        record = RequestRecord(message, gateway.key, sides, num_blocks, payload, now)
         self._book.add(record)
-        return self._place(record, placement, payload, cause)
+        return self._place(record, placement, cause)
 
     def decode_refused(
         self, sender: PeerKey, message: DecodeRefused, cause: str, now: float
@@ -96,9 +101,7 @@ class Dispatcher:
             effects += self._place_decode(record, cause, now, may_ask_again=is_oldest)
         return effects
 
-    def place_failed(
-        self, send: Send, message: PlaceRequest, cause: str, now: float
-    ) -> list[Effect]:
+    def place_failed(self, message: PlaceRequest, cause: str, now: float) -> list[Effect]:
         """Choose again for a request whose ``PlaceRequest`` could not be sent.
 
         The worker that was not reached is no member any more, or is not ready.
@@ -114,10 +117,26 @@ class Dispatcher:
             return self._book.step(
                 message.request_id, machine.PlacementFailed(code, told), cause, now
             )
-        placement = chosen[0]
-        sides = (self._key(placement.prefill.worker_id), self._key(placement.decode.worker_id))
-        again = self._book.step(message.request_id, machine.PrefillReplaced(*sides), cause, now)
-        return [*again, *self._place(record, placement, send.payload, cause)]
+        return self._replace(record, chosen[0], cause, now)
+
+    def place_refused(
+        self, worker: WorkerRecord, message: RequestFailed, cause: str, now: float
+    ) -> list[Effect]:
+        """Choose again for a request that a worker, which was ready when it was chosen, refused.
+
+        Returns no effects when the message is no such refusal, or nobody else can take it: then
+        the request has failed.
+        """
+        record = self._book.requests.get(message.request_id)
+        if record is None or not _is_refused(record, worker.key, message.code):
+            return []
+        worker.is_draining = True  # until its next heartbeat tells
+        chosen = self._choose(record.submission, is_new=False)
+        if isinstance(chosen, Refusal):
+            return []
+        facts: tuple[Fact, ...] = (("prefill", worker.key[0]), ("reason", message.message))
+        note = Note("placement_refused", cause, record.request_id, facts)
+        return [note, *self._replace(record, chosen[0], cause, now)]
 
     def retry_waiting(self, cause: str, now: float) -> list[Effect]:
         """Place the decodes that wait, in their order, where there is room now.
@@ -166,9 +185,14 @@ class Dispatcher:
         ]
         return f"no {' and no '.join(missing)} worker is ready" if missing else ""
 
-    def _place(
-        self, record: RequestRecord, placement: Placement, payload: tuple[bytes, ...], cause: str
+    def _replace(
+        self, record: RequestRecord, placement: Placement, cause: str, now: float
     ) -> list[Effect]:
+        sides = (self._key(placement.prefill.worker_id), self._key(placement.decode.worker_id))
+        again = self._book.step(record.request_id, machine.PrefillReplaced(*sides), cause, now)
+        return [*again, *self._place(record, placement, cause)]
+
+    def _place(self, record: RequestRecord, placement: Placement, cause: str) -> list[Effect]:
         submission = record.submission
         prefill = self._members.workers[record.prefill]
         decode = None if record.decode is None else self._members.workers[record.decode]
@@ -194,7 +218,7 @@ class Dispatcher:
         )
         return [
             Note("request_placed", cause, record.request_id, facts),
-            Send(record.prefill, place, cause, payload),
+            Send(record.prefill, place, cause, record.payload),
             self._tell_placed(record, cause),
         ]
 
@@ -254,6 +278,20 @@ class Dispatcher:
 
 def _is_excluded(record: RequestRecord, decode: PeerKey) -> bool:
     return record.faults[decode] >= MAX_FAULTS
+
+
+def _is_refused(record: RequestRecord, sender: PeerKey, code: ErrorCode) -> bool:
+    """Whether the request's prefill side has not taken it in, and another one may be tried.
+
+    The prompt is kept only as long as such a refusal may come.
+    """
+    return (
+        code in NOT_TAKING_IN
+        and record.phase is RequestPhase.PLACED
+        and record.prefill == sender
+        and bool(record.payload)
+        and record.num_placements < MAX_PLACEMENTS
+    )
 
 
 def refuse(gateway: PeerKey, request_id: RequestId, refusal: Refusal, cause: str) -> list[Effect]:

@@ -95,6 +95,8 @@ class RequestLifecycle:
         limits = self._limits
         effects: list[Effect] = []
         for record in list(self._book.requests.values()):
+            if now - record.placed_at > limits.refusal_seconds:
+                record.forget_prompt()
             if record.cancelled_at is not None:
                 if now - record.cancelled_at > CANCEL_REPORT_SECONDS:
                     event: RequestEvent = machine.CancelTimedOut()

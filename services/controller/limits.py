@@ -8,7 +8,8 @@ from common.config.settings import Settings
 @dataclass(frozen=True, slots=True)
 class ControllerLimits:
     """Bounds and periods. A silent process whose pid still runs is suspect, not dead, until
-    ``suspect_factor`` times ``death_seconds``.
+    ``suspect_factor`` times ``death_seconds``. A worker that takes nothing in says so within
+    ``refusal_seconds``; so long is a prompt kept.
     """
 
     heartbeat_seconds: float = 0.2
@@ -18,6 +19,7 @@ class ControllerLimits:
     request_timeout_seconds: float = 0.0
     room_wait_seconds: float = 60.0
     retry_seconds: float = 0.02
+    refusal_seconds: float = 2.0
     stall_seconds: float = 20.0
     retry_after_seconds: float = 1.0
 

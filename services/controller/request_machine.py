@@ -2,11 +2,13 @@
 
 Theory of operation. The record follows who owns the request: its prefill side until the decode
 side reports ``DecodeStarted``, its decode side from then on. The owner's report ends the record.
-While the prefill side owns it, a refused decode puts it in WAITING until a decode side is placed
-again; the prefill goes on meanwhile. A cancel, a passed deadline, a dead gateway or a failed other
-side tells every side to stop, and the record waits in CANCELLING for the owner's report: a decode
-that had started when the cancel was sent passes the ownership on there too. UNKNOWN is the phase of
-every request without a record: never seen, ended, or taken in by an earlier controller.
+A prefill side that did not take the request in, because it was not reached or has just begun to
+drain, is replaced. While the prefill side owns it, a refused decode puts it in WAITING until a
+decode side is placed again; the prefill goes on meanwhile. A cancel, a passed deadline, a dead
+gateway or a failed other side tells every side to stop, and the record waits in CANCELLING for the
+owner's report: a decode that had started when the cancel was sent passes the ownership on there
+too. UNKNOWN is the phase of every request without a record: never seen, ended, or taken in by an
+earlier controller.
 """
 
 from dataclasses import dataclass
@@ -35,7 +37,7 @@ class Submitted:
 
 @dataclass(frozen=True, slots=True)
 class PrefillReplaced:
-    """``PlaceRequest`` could not be sent; other sides were chosen."""
+    """The prefill side has not taken the request in; other sides were chosen."""
 
     prefill: PeerKey
     decode: PeerKey
@@ -168,7 +170,7 @@ _END = Legal((_P.UNKNOWN,))
 _NO_RECORD = Ignored("no record: it ended, or an earlier controller took it in")
 _LOOKED_UP = Illegal("only records get this event")
 _KNOWN = Ignored("a repeat of a known id is refused and changes nothing")
-_WAS_SENT = Illegal("PlaceRequest was answered, so it was sent")
+_WAS_SENT = Illegal("its prefill side has taken it in")
 _NOT_OWNER = Ignored("the prefill side owns the request until its decode starts")
 _NO_DECODE = Ignored("no decode side is placed")
 _HANDED_OVER = Ignored("the prefill side has handed the request over")

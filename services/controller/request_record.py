@@ -41,7 +41,8 @@ class RequestRecord:
     ``decode`` is the same as ``prefill`` on a combined worker, and None while no decode side is
     placed. ``refusals`` holds when a decode side refused last, ``faults`` how often it could not
     work for another reason than room. ``num_blocks`` are the prompt's
-    and its growth's. Times are on the clock of the ``now`` arguments.
+    and its growth's. ``payload`` is the prompt's frame, empty once nobody can need it again.
+    Times are on the clock of the ``now`` arguments.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class RequestRecord:
         gateway: PeerKey,
         sides: tuple[PeerKey, PeerKey],
         num_blocks: int,
+        payload: tuple[bytes, ...],
         now: float,
     ) -> None:
         self.submission = submission
@@ -58,6 +60,9 @@ class RequestRecord:
         self.prefill: PeerKey = sides[0]
         self.decode: PeerKey | None = sides[1]
         self.num_blocks = num_blocks
+        self.payload = payload
+        self.num_placements = 1
+        self.placed_at = now
         self.phase = RequestPhase.PLACED
         self.submitted_at = now
         self.waiting_since: float | None = None
@@ -91,6 +96,8 @@ class RequestRecord:
             facts = (("ignored", name), ("phase", before), ("reason", verdict.reason))
             return [Note("event_ignored", cause, self.request_id, facts, level="debug")]
         effects = self._apply(event, cause, now)
+        if self.phase is not RequestPhase.PLACED:
+            self.forget_prompt()
         self.validate()
         return effects
 
@@ -98,6 +105,8 @@ class RequestRecord:
         match event:
             case PrefillReplaced(prefill, decode):
                 self.prefill, self.decode = prefill, decode
+                self.num_placements += 1
+                self.placed_at = now
                 return []
             case PlacementFailed(code, message):
                 return self._refuse(code, message, cause)
@@ -124,6 +133,7 @@ class RequestRecord:
             case CancelReceived(reason) | GatewayGone(reason):
                 return self._stop(self._sides(), reason, cause, now)
             case ChoiceCancelReceived(choice, reason):
+                self.forget_prompt()  # its tokens have come: it was taken in
                 return self._tell(self._sides(), reason, cause, choice)
             case DeadlinePassed(code, message):
                 failed = self._fail(code, message, cause)
@@ -134,6 +144,10 @@ class RequestRecord:
                 return [Note("request_record_leaked", cause, self.request_id, facts, "error")]
             case Submitted():
                 raise AssertionError("the table ignores a repeated submit")
+
+    def forget_prompt(self) -> None:
+        """Let the prompt go: the prefill side has it and goes on with it."""
+        self.payload = ()
 
     def _sides(self) -> list[PeerKey]:
         if self.phase is RequestPhase.DECODING and self.decode is not None:

@@ -186,10 +186,10 @@ class Cluster:
         message = RequestFinished(request_id=RequestId(request_id), was_cancelled=was_cancelled)
         return self.say(worker, message)
 
-    def failed(self, worker: str, request_id: str) -> list[Effect]:
-        message = RequestFailed(
-            request_id=RequestId(request_id), code=ErrorCode.TRANSFER_FAILED, message="broken"
-        )
+    def failed(
+        self, worker: str, request_id: str, code: ErrorCode = ErrorCode.TRANSFER_FAILED
+    ) -> list[Effect]:
+        message = RequestFailed(request_id=RequestId(request_id), code=code, message="broken")
         return self.say(worker, message)
 
     def refused(

@@ -22,7 +22,11 @@ STEP = st.one_of(
     st.tuples(st.just("cancel"), REQUESTS, st.sampled_from([None, 0])),
     st.tuples(st.just("started"), DECODE, REQUESTS),
     st.tuples(st.just("finished"), WORKER, REQUESTS),
-    st.tuples(st.just("failed"), WORKER, REQUESTS),
+    st.tuples(
+        st.just("failed"),
+        WORKER,
+        st.tuples(REQUESTS, st.sampled_from([ErrorCode.TRANSFER_FAILED, ErrorCode.SHUTTING_DOWN])),
+    ),
     st.tuples(
         st.just("refused"),
         PREFILL,
@@ -58,8 +62,8 @@ def take(cluster: Cluster, step: tuple[str, object, object]) -> list[Effect]:  #
             return cluster.started(worker, request, epoch_of(cluster, worker))
         case ("finished", str(worker), str(request)):
             return cluster.finished(worker, request)
-        case ("failed", str(worker), str(request)):
-            return cluster.failed(worker, request)
+        case ("failed", str(worker), (str(request), ErrorCode() as code)):
+            return cluster.failed(worker, request, code)
         case ("refused", str(worker), (str(decode), str(request), ErrorCode() as code)):
             return cluster.refused(worker, decode, request, code)
         case ("beat", str(worker), int(used)):

@@ -48,7 +48,7 @@ PATHS: dict[RequestPhase, tuple[str, ...]] = {
 
 
 def record_in(phase: RequestPhase) -> RequestRecord:
-    record = RequestRecord(submit("r"), G, (P, D), 2, 0.0)
+    record = RequestRecord(submit("r"), G, (P, D), 2, (bytes(256),), 0.0)
     for name in PATHS[phase]:
         record.handle(EVENTS[name], "test", 0.0)
     assert record.phase is phase
@@ -99,7 +99,7 @@ def test_an_illegal_event_carries_the_story_that_led_to_it() -> None:
 
 
 def test_a_combined_worker_is_the_side_that_owns_the_request() -> None:
-    record = RequestRecord(submit("r"), G, (P, P), 2, 0.0)
+    record = RequestRecord(submit("r"), G, (P, P), 2, (bytes(256),), 0.0)
     assert record.side_of(P) == "prefill"
     record.handle(EVENTS["DecodeStartedReceived"], "test", 0.0)
     assert record.side_of(P) == "decode"

@@ -1,3 +1,5 @@
+from collections.abc import Callable
+
 import pytest
 
 from common.errors import ErrorCode
@@ -11,6 +13,7 @@ from common.messages.control import (
     RequestRefused,
 )
 from common.messages.fields import Role
+from services.controller.dispatcher import MAX_PLACEMENTS
 from services.controller.effects import Effect, Send
 from services.controller.limits import ControllerLimits
 from services.controller.request_record import CANCEL_REPORT_SECONDS
@@ -180,6 +183,85 @@ def test_other_requests_of_an_unreachable_worker_fail() -> None:
     effects = cluster.submit("r1")
     assert failure(effects).request_id == "r0"
     assert cluster.phase("r1") == "placed"
+
+
+@pytest.mark.parametrize("code", [ErrorCode.SHUTTING_DOWN, ErrorCode.NO_WORKER])
+def test_a_request_that_meets_a_worker_that_takes_nothing_in_goes_to_another(
+    code: ErrorCode,
+) -> None:
+    cluster = pair_cluster(num_prefill=2)
+    cluster.submit("r", 64)
+    effects = cluster.failed("p0", "r", code)
+    (place,) = [e for e in effects if isinstance(e, Send) and isinstance(e.message, PlaceRequest)]
+    assert (place.peer[0], place.payload) == ("p1", (bytes(256),))
+    assert sent_names(effects) == [("p1", "PlaceRequest"), ("g", "RequestPlaced")]
+    assert notes(effects) == ["worker_state_changed", "placement_refused", "request_placed"]
+    assert cluster.phase("r") == "placed"
+    assert [key[0] for key, _ in only(cluster.submit("r1"), PlaceRequest)] == ["p1"]
+    cluster.started("d0", "r")
+    cluster.finished("d0", "r")
+    assert cluster.phase("r") == "unknown"
+
+
+def test_a_combined_worker_s_refusal_is_placed_again_too() -> None:
+    cluster = Cluster()
+    cluster.join("c0", Role.COMBINED)
+    cluster.join("c1", Role.COMBINED)
+    cluster.join_gateway()
+    cluster.submit("r")
+    effects = cluster.failed("c0", "r", ErrorCode.SHUTTING_DOWN)
+    assert sent_names(effects) == [("c1", "PlaceRequest"), ("g", "RequestPlaced")]
+
+
+def test_a_refusal_that_nobody_else_can_make_good_fails_the_request_as_it_says() -> None:
+    cluster = pair_cluster()
+    cluster.submit("r")
+    assert failure(cluster.failed("p0", "r", ErrorCode.SHUTTING_DOWN)).code == "shutting_down"
+    assert cluster.phase("r") == "unknown"
+
+
+def test_a_request_is_placed_a_bounded_number_of_times() -> None:
+    cluster = pair_cluster(num_prefill=MAX_PLACEMENTS + 2)
+    cluster.submit("r")
+    for number in range(MAX_PLACEMENTS - 1):
+        effects = cluster.failed(f"p{number}", "r", ErrorCode.SHUTTING_DOWN)
+        assert [key[0] for key, _ in only(effects, PlaceRequest)] == [f"p{number + 1}"]
+    effects = cluster.failed(f"p{MAX_PLACEMENTS - 1}", "r", ErrorCode.SHUTTING_DOWN)
+    assert failure(effects).code == "shutting_down"
+
+
+def a_while_passes(cluster: Cluster) -> None:
+    for _ in range(3):
+        cluster.tick(after=0.9)
+        for name in ("p0", "p1", "d0"):
+            cluster.beat(name)
+        cluster.gateway_beat()
+
+
+@pytest.mark.parametrize(
+    "sign",
+    [
+        a_while_passes,
+        lambda cluster: cluster.refused("p0", "d0", "r"),
+        lambda cluster: cluster.cancel("r", choice=0),
+    ],
+    ids=["time", "a refused decode", "a stop string in its tokens"],
+)
+def test_a_request_that_its_worker_took_in_fails_when_the_worker_gives_it_up(
+    sign: Callable[[Cluster], object],
+) -> None:
+    cluster = pair_cluster(num_prefill=2)
+    cluster.submit("r")
+    sign(cluster)
+    assert failure(cluster.failed("p0", "r", ErrorCode.SHUTTING_DOWN)).code == "shutting_down"
+
+
+def test_a_refusal_of_a_request_that_is_being_cancelled_ends_it_quietly() -> None:
+    cluster = pair_cluster(num_prefill=2)
+    cluster.submit("r")
+    cluster.cancel("r")
+    assert sent_names(cluster.failed("p0", "r", ErrorCode.SHUTTING_DOWN)) == []
+    assert cluster.phase("r") == "unknown"
 
 
 def test_a_refused_decode_is_placed_on_the_next_worker_at_once() -> None:
