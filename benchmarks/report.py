@@ -3,6 +3,9 @@
 import json
 import os
 import platform
+import shutil
+import subprocess
+from collections import Counter
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,8 +22,15 @@ def machine_class() -> dict[str, Cell]:
         if line.startswith("model name"):
             model = line.split(":", 1)[1].strip()
             break
+    gpus: dict[str, Cell] = {}
+    if (tool := shutil.which("nvidia-smi")) is not None:
+        query = (tool, "--query-gpu=name", "--format=csv,noheader")
+        told = subprocess.run(query, capture_output=True, text=True, check=False).stdout
+        names = Counter(told.split("\n")[:-1])
+        gpus = {"gpus": ", ".join(f"{count} x {name}" for name, count in names.items())}
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return {
+        **gpus,
         "processor": model,
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(memory / 1024**3),

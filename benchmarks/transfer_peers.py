@@ -111,7 +111,13 @@ def nixl_ways(
         told: list[object] = []
         for name in ("target", "initiator"):
             side = subprocess.Popen(
-                [*(launcher if name == "target" else ()), python, str(ROOT / "benchmarks" / "nixl_agent.py"), name, str(NUM_BYTES)],
+                [
+                    *(launcher if name == "target" else ()),
+                    python,
+                    str(ROOT / "benchmarks" / "nixl_agent.py"),
+                    name,
+                    str(NUM_BYTES),
+                ],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
@@ -211,7 +217,9 @@ def main(argv: list[str]) -> int:
         ways = stack.enter_context(our_ways(host, json.loads(launcher)))
         if arguments.nixl:
             for way, tls in (("NIXL, shared memory", None), ("NIXL, tcp", "tcp")):
-                ways |= stack.enter_context(nixl_ways(arguments.nixl, way, tls, json.loads(launcher)))
+                ways |= stack.enter_context(
+                    nixl_ways(arguments.nixl, way, tls, json.loads(launcher))
+                )
         medians = measure(ways, arguments.turns)
     rows: list[dict[str, Cell]] = [
         {

@@ -63,7 +63,11 @@ def _quantile(ordered: Sequence[float], share: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """A run in numbers. Latencies by name: TTFT, TPOT, ITL, E2E, handoff, in milliseconds."""
+    """A run in numbers. Latencies by name, in milliseconds.
+
+    ``first ITL`` is the time from the first token to the second: with separate prefill and decode
+    it holds what is left of the handoff.
+    """
 
     num_requests: int
     num_complete: int
@@ -129,6 +133,11 @@ def summarize(
         "TTFT": _values(ttft_ms(record) for record in complete),
         "TPOT": _values(tpot_ms(record) for record in complete),
         "ITL": gaps,
+        "first ITL": [
+            1e3 * (record.token_at[1] - record.token_at[0])
+            for record in complete
+            if len(record.token_at) > 1
+        ],
         "E2E": [1e3 * (record.ended_at - record.sent_at) for record in complete],
     }
     if handoff_seconds:

@@ -140,6 +140,7 @@ def test_a_closed_loop_measures_every_request_but_the_warm_up(tmp_path):
         "TTFT": 12,
         "TPOT": 12,
         "ITL": 48,
+        "first ITL": 12,
         "E2E": 12,
     }
     assert document["options"]["model"] == "fake-model"
