@@ -110,6 +110,7 @@ PARTS = (
     fields.WorkerLoad,
     fields.PeerInfo,
     fields.PoolHandle,
+    fields.CudaPoolHandle,
     fields.TcpPoolHandle,
     SamplingParams,
     SampledToken,

@@ -13,17 +13,61 @@ import errno
 import fcntl
 import os
 import secrets
+from collections.abc import Sequence
 from contextlib import suppress
 from mmap import mmap
+from typing import Protocol
+
+import flowpath_native
+import numpy as np
+from numpy.typing import NDArray
 
 from common.errors import ConfigError, TransferError
 from common.kv.layout import PAGE_BYTES
 from common.kv.memory_file import available_bytes, map_shared, open_peer_file
-from common.messages.fields import PoolHandle
+from common.messages.fields import CudaPoolHandle, PoolHandle
 
 NONCE_BYTES = 16
 FILE_NAME = "flowpath-kv"
 _GIB = 1024**3
+
+
+class BlockPool(Protocol):
+    """A pool of KV blocks wherever its memory is: ``KVPool`` on the host, ``DevicePool`` on a GPU.
+
+    Block ``i`` is one run of ``block_bytes`` bytes, ``i * block_bytes`` behind block 0.
+    """
+
+    @property
+    def num_blocks(self) -> int:
+        """How many blocks are given out."""
+        ...
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block, a multiple of 4096."""
+        ...
+
+    @property
+    def num_bytes(self) -> int:
+        """``num_blocks * block_bytes``."""
+        ...
+
+    def handle(self) -> PoolHandle | CudaPoolHandle:
+        """Return what a peer on this host needs to open the pool."""
+        ...
+
+    def checksum(self, block_ids: Sequence[int]) -> NDArray[np.uint64]:
+        """Return the checksum of each named block; ValueError for one outside of the pool.
+
+        The function is ``flowpath_native.checksum`` wherever the memory is. Waits with the GIL
+        released.
+        """
+        ...
+
+    def close(self) -> None:
+        """Let go of the memory; a second call does nothing."""
+        ...
 
 
 class KVPool:
@@ -68,6 +112,10 @@ class KVPool:
             num_bytes=self.num_bytes,
             nonce=self._nonce,
         )
+
+    def checksum(self, block_ids: Sequence[int]) -> NDArray[np.uint64]:
+        """Return the checksum of each named block (see ``BlockPool``)."""
+        return flowpath_native.checksum_blocks(self.buffer, block_ids, self.block_bytes)
 
     def close(self) -> None:
         """Let go of the file and of the memory; a second call does nothing.

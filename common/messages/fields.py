@@ -107,6 +107,24 @@ class PoolHandle:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRUCT)
+class CudaPoolHandle:
+    """How a peer on the same host opens a KV pool in a GPU's memory: by CUDA IPC.
+
+    ``ipc_handle`` names the owner's allocation, whose blocks begin at ``offset``. The peer must see
+    the GPU with this UUID.
+    """
+
+    kind: Literal["cuda"]
+    pid: Count
+    device_uuid: Annotated[str, Field(strict=True, min_length=1, max_length=96)]
+    ipc_handle: Annotated[bytes, Field(strict=True, min_length=64, max_length=64)]
+    offset: Annotated[int, Field(strict=True, ge=0, lt=4096)]
+    num_blocks: Count
+    block_bytes: Count
+    num_bytes: Count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRUCT)
 class TcpPoolHandle:
     """How a peer anywhere writes a KV pool: the owner's data listener.
 
@@ -139,5 +157,5 @@ class NcclPoolHandle:
     num_bytes: Count
 
 
-ExportedPool = Annotated[PoolHandle | TcpPoolHandle, Field(discriminator="kind")]
+ExportedPool = Annotated[PoolHandle | CudaPoolHandle | TcpPoolHandle, Field(discriminator="kind")]
 """A pool as its owner offers it to a paired peer."""

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.ids import TransferId
-from common.messages.fields import PoolHandle, TcpPoolHandle
+from common.messages.fields import ExportedPool
 
 MIN_LINK_RATIO = 0.5
 """A link below this share of its limit is flagged."""
@@ -20,7 +20,11 @@ MIN_LINK_RATIO = 0.5
 
 @dataclass(frozen=True, slots=True)
 class WriteReport:
-    """What one write moved. ``num_calls`` is the number of contiguous copies."""
+    """What one write moved.
+
+    ``num_calls`` is the number of operations that moved it: contiguous copies, each one call of the
+    memory's or network's interface, and launches of a GPU kernel, which copy any number of blocks.
+    """
 
     num_blocks: int
     num_calls: int
@@ -34,7 +38,8 @@ class WriteReport:
 class LinkRate:
     """A link's measured rate beside its limit, measured in the same process with as many bytes.
 
-    The limit of shared memory is a plain memcpy, that of ``tcp`` a bare stream on this host.
+    The limit of shared memory is a plain memcpy, that of ``tcp`` a bare stream on this host, that
+    of a GPU's memory a copy inside of it, and that of another GPU's memory what joins the two.
     """
 
     num_bytes: int
@@ -90,7 +95,7 @@ class TransferBackend(Protocol):
         """Whether its calls wait for the peer, so that each link needs a thread of its own."""
         ...
 
-    def open_peer(self, handle: PoolHandle | TcpPoolHandle) -> PeerLink:
+    def open_peer(self, handle: ExportedPool) -> PeerLink:
         """Open the pool that a peer exported; TransferError says what to check."""
         ...
 
@@ -108,7 +113,7 @@ class PoolExport(Protocol):
         """Whether ``revoke`` ends a peer's writing by itself, without the peer's word or death."""
         ...
 
-    def handle(self) -> PoolHandle | TcpPoolHandle:
+    def handle(self) -> ExportedPool:
         """Return what a peer needs to open the pool. It may hold a secret."""
         ...
 

@@ -4,23 +4,35 @@ What is left to copy are blocks inside of the pool: the partial last block of a 
 """
 
 import threading
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from common.errors import TransferError
-from common.kv.pool import KVPool
-from common.messages.fields import PoolHandle, TcpPoolHandle
+from common.kv.device_pool import DevicePool
+from common.kv.pool import BlockPool, KVPool
+from common.messages.fields import CudaPoolHandle, ExportedPool, TcpPoolHandle
 from common.transfer.backend import LinkRate, WriteReport
+from common.transfer.cuda_ipc import own_link
 from common.transfer.rates import measure_mapping
 from common.transfer.runs import write_blocks
 from common.transfer.verify import checksum_blocks
 
 
+@dataclass(frozen=True, slots=True)
+class InnerCopies:
+    """How blocks are copied inside of one pool, wherever its memory is."""
+
+    write: Callable[[Sequence[int], Sequence[int]], WriteReport]
+    measure: Callable[[], LinkRate]
+    close: Callable[[], None]
+
+
 class LocalLink:
     """The own pool as source and target. One write at a time."""
 
-    def __init__(self, pool: KVPool) -> None:
+    def __init__(self, pool: BlockPool, copies: InnerCopies) -> None:
         self._pool = pool
+        self._copies = copies
         self._is_closed = False
         self._lock = threading.Lock()
 
@@ -42,24 +54,23 @@ class LocalLink:
             both = {dst for _, dst in moved}.intersection(pairs_src)
             if both:
                 raise TransferError(f"local: block {min(both)} is both a source and a target")
-            pool = self._pool
-            sources = [src for src, _ in moved]
-            targets = [dst for _, dst in moved]
-            report = write_blocks(pool.buffer, pool.buffer, (sources, targets), pool.block_bytes)
+            report = self._copies.write([src for src, _ in moved], [dst for _, dst in moved])
             if len(moved) == len(pairs_src):
                 return report
-            return replace(report, checksums=checksum_blocks(pool, pairs_dst))
+            return replace(report, checksums=checksum_blocks(self._pool, pairs_dst))
 
     def measure(self) -> LinkRate:
-        """Compare reading the pool with a plain memcpy."""
+        """Compare reading the pool with a plain copy of its kind of memory."""
         with self._lock:
             self._refuse_closed()
-            return measure_mapping(self._pool.buffer)
+            return self._copies.measure()
 
     def close(self) -> None:
         """Refuse further writes; the pool stays its owner's."""
         with self._lock:
-            self._is_closed = True
+            if not self._is_closed:
+                self._is_closed = True
+                self._copies.close()
 
     def _refuse_closed(self) -> None:
         if self._is_closed:
@@ -67,20 +78,36 @@ class LocalLink:
 
 
 class LocalBackend:
-    """The worker as its own peer."""
+    """The worker as its own peer. Copies on a GPU wait for no step: none may touch the blocks."""
 
     name = "local"
     is_networked = False
 
-    def __init__(self, pool: KVPool) -> None:
+    def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
 
-    def open_peer(self, handle: PoolHandle | TcpPoolHandle) -> LocalLink:
+    def open_peer(self, handle: ExportedPool) -> LocalLink:
         """Return a link to the own pool; TransferError when ``handle`` names another one."""
         if isinstance(handle, TcpPoolHandle):
             raise TransferError("local: the peer's pool is offered over tcp")
         if handle != self._pool.handle():
-            raise TransferError(
-                f"local: process {handle.pid} descriptor {handle.fd} is not this worker's own pool"
-            )
-        return LocalLink(self._pool)
+            what = "GPU memory" if isinstance(handle, CudaPoolHandle) else f"descriptor {handle.fd}"
+            raise TransferError(f"local: process {handle.pid} {what} is not this worker's own pool")
+        return LocalLink(self._pool, _inner_copies(self._pool))
+
+
+def _inner_copies(pool: BlockPool) -> InnerCopies:
+    if isinstance(pool, DevicePool):
+        link = own_link("local", pool)
+        return InnerCopies(link.write, link.measure, link.close)
+    if not isinstance(pool, KVPool):
+        raise TransferError(f"local: no way to copy inside of a {type(pool).__name__}")
+
+    def write(sources: Sequence[int], targets: Sequence[int]) -> WriteReport:
+        return write_blocks(pool.buffer, pool.buffer, (sources, targets), pool.block_bytes)
+
+    return InnerCopies(write, lambda: measure_mapping(pool.buffer), _nothing)
+
+
+def _nothing() -> None:
+    """Close nothing: the pool stays its owner's."""

@@ -7,8 +7,14 @@ from dataclasses import dataclass
 
 from common.messages.fields import PeerInfo
 
-PREFERENCE = ("local", "shm", "tcp")
-"""Every transport, best first; each has its rule in ``_why_not``."""
+PREFERENCE = ("local", "cuda_ipc", "shm", "nccl", "tcp")
+"""The transports that a worker may offer by itself, best first."""
+COMPARISONS = ("layerwise", "gather_buffer")
+"""Transports that are there to be measured: a worker offers one only when it is told to."""
+TRANSPORTS = (*PREFERENCE, *COMPARISONS)
+"""Every transport; each has its rule in ``_why_not``."""
+NETWORKED = ("nccl", "tcp")
+"""The transports that join workers of different hosts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +40,11 @@ def select_transport(
 ) -> TransportChosen | TransportRefused:
     """Choose the best transport that both sides report and that can join them.
 
-    ``local`` joins a worker with itself (same host, process and epoch), ``shm`` two workers of one
-    host, ``tcp`` any two. A ``forced`` transport is honoured or refused, never replaced.
+    ``local`` joins a worker with itself (same host, process and epoch), ``nccl`` and ``tcp`` any
+    two, all others two workers of one host. A ``forced`` transport is honoured or refused, never
+    replaced. What a worker does not offer (a pool on a GPU no shared memory) is never chosen.
     """
-    names = PREFERENCE if forced is None else (forced,)
+    names = TRANSPORTS if forced is None else (forced,)
     objections: list[str] = []
     for name in names:
         objection = _why_not(name, own, peer)
@@ -58,12 +65,12 @@ def select_transport(
 
 
 def _why_not(name: str, own: PeerInfo, peer: PeerInfo) -> str | None:
-    if name not in PREFERENCE:
-        return f"unknown; there are {', '.join(PREFERENCE)}"
+    if name not in TRANSPORTS:
+        return f"unknown; there are {', '.join(TRANSPORTS)}"
     for side in (own, peer):
         if name not in side.transports:
             return f"{side.worker_id} does not offer it"
-    if name != "tcp" and own.host != peer.host:
+    if name not in NETWORKED and own.host != peer.host:
         return "the workers are on different hosts"
     if name == "local" and (own.pid, own.epoch) != (peer.pid, peer.epoch):
         return "the workers are different processes"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from common.errors import TransferError
 from common.ids import TransferId
 from common.kv.pool import KVPool, PeerPool
-from common.messages.fields import PoolHandle, TcpPoolHandle
+from common.messages.fields import ExportedPool, PoolHandle
 from common.transfer.backend import LinkRate, WriteReport
 from common.transfer.rates import measure_mapping
 from common.transfer.runs import write_blocks
@@ -57,10 +57,10 @@ class ShmBackend:
     def __init__(self, pool: KVPool) -> None:
         self._pool = pool
 
-    def open_peer(self, handle: PoolHandle | TcpPoolHandle) -> ShmLink:
+    def open_peer(self, handle: ExportedPool) -> ShmLink:
         """Map the peer's pool; TransferError when it is gone or its blocks differ from ours."""
-        if isinstance(handle, TcpPoolHandle):
-            raise TransferError("shm: the peer's pool is offered over tcp")
+        if not isinstance(handle, PoolHandle):
+            raise TransferError("shm: the peer's pool is not offered as shared memory")
         if handle.block_bytes != self._pool.block_bytes:
             raise TransferError(
                 f"shm: the peer's blocks have {handle.block_bytes} bytes, ours"

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from common.errors import RemoteProtocolError, TransferError
 from common.kv.layout import PAGE_BYTES
 from common.kv.pool import KVPool
-from common.messages.fields import PoolHandle, TcpPoolHandle
+from common.messages.fields import ExportedPool, TcpPoolHandle
 from common.transfer.aligned import align_checked
 from common.transfer.backend import LinkRate, WriteReport
 from common.transfer.tcp_rates import measure_limit
@@ -244,10 +244,10 @@ class TcpBackend:
             MAX_STREAMS, max(1, len(os.sched_getaffinity(0)) // 2)
         )
 
-    def open_peer(self, handle: PoolHandle | TcpPoolHandle) -> TcpLink:
+    def open_peer(self, handle: ExportedPool) -> TcpLink:
         """Open and warm the streams; TransferError says what to check. Waits for the network."""
         if not isinstance(handle, TcpPoolHandle):
-            raise TransferError("tcp: the peer's pool is offered as shared memory")
+            raise TransferError("tcp: the peer's pool is not offered over tcp")
         if handle.block_bytes != self._pool.block_bytes:
             raise TransferError(
                 f"tcp: the peer's blocks have {handle.block_bytes} bytes, ours"

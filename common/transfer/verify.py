@@ -2,24 +2,23 @@
 
 from collections.abc import Sequence
 
-import flowpath_native
 import numpy as np
 from numpy.typing import NDArray
 
 from common.errors import RemoteProtocolError, TransferError
-from common.kv.pool import KVPool
+from common.kv.pool import BlockPool
 
 
-def checksum_blocks(pool: KVPool, block_ids: Sequence[int]) -> NDArray[np.uint64]:
+def checksum_blocks(pool: BlockPool, block_ids: Sequence[int]) -> NDArray[np.uint64]:
     """Return the checksum of each named block, with the GIL released while bytes are read."""
     try:
-        return flowpath_native.checksum_blocks(pool.buffer, block_ids, pool.block_bytes)
+        return pool.checksum(block_ids)
     except ValueError as error:
         raise TransferError(f"cannot checksum {len(block_ids)} blocks: {error}") from error
 
 
 def verify_blocks(
-    pool: KVPool, block_ids: Sequence[int], expected: NDArray[np.uint64]
+    pool: BlockPool, block_ids: Sequence[int], expected: NDArray[np.uint64]
 ) -> int | None:
     """Return the index of the first block whose checksum is wrong, or None when all are right.
 

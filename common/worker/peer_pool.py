@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 
 from common.errors import TransferError
-from common.messages.fields import PoolHandle, TcpPoolHandle
+from common.messages.fields import ExportedPool
 from common.transfer.backend import LinkRate, PeerLink, TransferBackend, WriteReport
 
 
@@ -25,7 +25,7 @@ class WritablePool:
 
     @classmethod
     async def open(
-        cls, backend: TransferBackend, handle: PoolHandle | TcpPoolHandle, copier: Executor
+        cls, backend: TransferBackend, handle: ExportedPool, copier: Executor
     ) -> "WritablePool":
         """Open a peer's pool and measure the way there; TransferError says what to check.
 

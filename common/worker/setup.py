@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
-from common.kv.pool import KVPool
+from common.kv.pool import BlockPool
 from common.messages.fields import PeerInfo
 from common.transfer.backend import PoolExport
 
@@ -21,7 +21,7 @@ class HandoffSetup:
 
     tasks: asyncio.TaskGroup
     copier: Executor
-    pool: KVPool
+    pool: BlockPool
     exports: Mapping[str, PoolExport]
     self_info: PeerInfo
     model_fingerprint: str

@@ -4,9 +4,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from common.kv.pool import KVPool
+from common.errors import ConfigError
+from common.kv.device_pool import DevicePool
+from common.kv.layout import KVLayout
+from common.kv.pool import BlockPool, KVPool
 from common.transfer.backend import PoolExport, TransferBackend
-from common.transfer.selection import PREFERENCE
+from common.transfer.cuda_ipc import (
+    CUDA_IPC,
+    GATHER_BUFFER,
+    LAYERWISE,
+    CudaIpcBackend,
+    CudaIpcExport,
+    gather_buffer_backend,
+    layerwise_backend,
+)
+from common.transfer.selection import TRANSPORTS
 from common.transfer.shm import MemoryExport, ShmBackend
 from common.transfer.tcp import TcpBackend
 from common.transfer.tcp_export import TcpExport
@@ -14,6 +26,9 @@ from common.transfer.tcp_export import TcpExport
 STALLS_PER_LEASE = 3
 """A write's data and its confirmation may stall one after the other, all within the lease."""
 LOOPBACK = "127.0.0.1"
+AUTO = "auto"
+
+Both = tuple[PoolExport, TransferBackend]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +41,7 @@ class Transports:
     @property
     def names(self) -> tuple[str, ...]:
         """What ``PeerInfo.transports`` reports, best first."""
-        return tuple(name for name in PREFERENCE if name in self.exports)
+        return tuple(name for name in TRANSPORTS if name in self.exports)
 
     def close(self) -> None:
         """End all writing into the own pool that can be ended."""
@@ -34,18 +49,53 @@ class Transports:
             export.close()
 
 
-def open_transports(pool: KVPool, lease_seconds: float, choice: str, host: str) -> Transports:
-    """Open the chosen transport, or with ``auto`` every one that makes sense.
+def open_transports(
+    pool: BlockPool,
+    lease_seconds: float,
+    choice: str,
+    host: str,
+    *,
+    layout: KVLayout | None = None,
+) -> Transports:
+    """Open the chosen transport, or with ``auto`` every one that makes sense for the pool's memory.
 
     ``tcp`` listens on ``host``, or on loopback where that is empty. Where peers can only be on
-    this host, ``auto`` opens no listener. ConfigError when the address cannot be used.
+    this host, ``auto`` opens no listener. ``layerwise`` needs ``layout``. ConfigError when the
+    address cannot be used, or the transport does not fit the pool.
     """
-    exports: dict[str, PoolExport] = {}
-    backends: dict[str, TransferBackend] = {}
-    if choice in ("auto", "shm"):
-        exports["shm"], backends["shm"] = MemoryExport(pool), ShmBackend(pool)
-    if choice == "tcp" or (choice == "auto" and host):
-        stall_seconds = lease_seconds / STALLS_PER_LEASE
-        exports["tcp"] = TcpExport(pool, stall_seconds, host=host or LOOPBACK)
-        backends["tcp"] = TcpBackend(pool, stall_seconds)
-    return Transports(MappingProxyType(exports), MappingProxyType(backends))
+    if isinstance(pool, DevicePool):
+        opened = _on_device(pool, choice, layout)
+    elif isinstance(pool, KVPool):
+        opened = _on_host(pool, lease_seconds / STALLS_PER_LEASE, choice, host)
+    else:
+        raise ConfigError(f"no transport moves a {type(pool).__name__}")
+    if not opened and choice != AUTO:
+        where = "a GPU's memory" if isinstance(pool, DevicePool) else "host memory"
+        raise ConfigError(f"transport {choice} does not move a KV pool in {where}")
+    return Transports(
+        MappingProxyType({name: both[0] for name, both in opened.items()}),
+        MappingProxyType({name: both[1] for name, both in opened.items()}),
+    )
+
+
+def _on_host(pool: KVPool, stall_seconds: float, choice: str, host: str) -> dict[str, Both]:
+    opened: dict[str, Both] = {}
+    if choice in (AUTO, "shm"):
+        opened["shm"] = MemoryExport(pool), ShmBackend(pool)
+    if choice == "tcp" or (choice == AUTO and host):
+        export = TcpExport(pool, stall_seconds, host=host or LOOPBACK)
+        opened["tcp"] = export, TcpBackend(pool, stall_seconds)
+    return opened
+
+
+def _on_device(pool: DevicePool, choice: str, layout: KVLayout | None) -> dict[str, Both]:
+    opened: dict[str, Both] = {}
+    if choice in (AUTO, CUDA_IPC):
+        opened[CUDA_IPC] = CudaIpcExport(pool), CudaIpcBackend(pool)
+    if choice == GATHER_BUFFER:
+        opened[choice] = CudaIpcExport(pool, name=choice), gather_buffer_backend(pool)
+    if choice == LAYERWISE:
+        if layout is None:
+            raise ConfigError(f"transport {choice} needs the pool's layout")
+        opened[choice] = CudaIpcExport(pool, name=choice), layerwise_backend(pool, layout)
+    return opened

@@ -16,7 +16,7 @@ from common.kv.layout import KVLayout
 from common.kv.pool import KVPool
 from common.messages.codec import Codec
 from common.messages.control import ControllerToWorker, WorkerHello, WorkerToController
-from common.messages.fields import PeerInfo, PoolHandle, Role, TcpPoolHandle
+from common.messages.fields import ExportedPool, PeerInfo, Role
 from common.messages.handoff import DecodeToPrefill, PrefillToDecode
 from common.messages.tokens import WorkerToGateway
 from common.scheduler.local import LocalScheduler
@@ -265,7 +265,7 @@ class _MeddledBackend:
         self._gate = gate
         self._after_write = after_write
 
-    def open_peer(self, handle: PoolHandle | TcpPoolHandle) -> PeerLink:
+    def open_peer(self, handle: ExportedPool) -> PeerLink:
         return _MeddledLink(self._backend.open_peer(handle), self._gate, self._after_write)
 
 

@@ -4,8 +4,10 @@ import pytest
 
 from common.ids import Epoch, WorkerId
 from common.messages.fields import PeerInfo, Role
+from common.transfer.cuda_ipc import CUDA_IPC, GATHER_BUFFER, LAYERWISE
 from common.transfer.local import LocalBackend
 from common.transfer.selection import (
+    COMPARISONS,
     PREFERENCE,
     TransportChosen,
     TransportRefused,
@@ -28,7 +30,9 @@ PEER = replace(OWN, worker_id=WorkerId("decode-0"), epoch=Epoch(2), role=Role.DE
 
 
 def test_every_transport_has_a_backend_and_a_place_in_the_order() -> None:
-    assert (LocalBackend.name, ShmBackend.name, TcpBackend.name) == PREFERENCE
+    names = (LocalBackend.name, CUDA_IPC, ShmBackend.name, "nccl", TcpBackend.name)
+    assert names == PREFERENCE
+    assert COMPARISONS == (LAYERWISE, GATHER_BUFFER)
 
 
 def test_a_worker_and_itself_share_their_pool() -> None:
@@ -51,6 +55,32 @@ def test_workers_of_two_hosts_use_tcp_where_both_offer_it() -> None:
     near = select_transport(own, replace(PEER, transports=("shm", "tcp")))
     assert isinstance(near, TransportChosen)
     assert near.name == "shm", "shared memory is better within a host"
+
+
+def test_workers_with_pools_on_gpus_map_each_others_memory_within_a_host() -> None:
+    own, peer = (replace(side, transports=("cuda_ipc", "nccl", "tcp")) for side in (OWN, PEER))
+    near = select_transport(own, peer)
+    assert isinstance(near, TransportChosen)
+    assert near.name == "cuda_ipc"
+    far = select_transport(own, replace(peer, host="beta"))
+    assert isinstance(far, TransportChosen)
+    assert far.name == "nccl"
+
+
+def test_a_pool_on_a_gpu_and_one_on_the_host_meet_where_both_offer_the_same() -> None:
+    own = replace(OWN, transports=("cuda_ipc",))
+    refused = select_transport(own, PEER)
+    assert isinstance(refused, TransportRefused)
+    assert "cuda_ipc: decode-0 does not offer it" in refused.message
+
+
+def test_a_transport_for_comparison_is_chosen_where_both_sides_are_told_to_offer_it() -> None:
+    own, peer = (replace(side, transports=("layerwise",)) for side in (OWN, PEER))
+    chosen = select_transport(own, peer)
+    assert isinstance(chosen, TransportChosen)
+    assert chosen.name == "layerwise"
+    far = select_transport(own, replace(peer, host="beta"))
+    assert isinstance(far, TransportRefused)
 
 
 def test_a_restarted_worker_with_the_same_pid_is_not_the_same_process() -> None:
@@ -89,7 +119,10 @@ def test_a_forced_transport_is_used_even_where_a_better_one_exists() -> None:
     ("forced", "why"),
     [
         ("local", "local: the workers are different processes"),
-        ("rdma", "rdma: unknown; there are local, shm, tcp"),
+        (
+            "rdma",
+            "rdma: unknown; there are local, cuda_ipc, shm, nccl, tcp, layerwise, gather_buffer",
+        ),
     ],
 )
 def test_a_forced_transport_that_cannot_work_is_refused_and_never_replaced(

@@ -1,0 +1,199 @@
+"""A side stream of one device, the kernels of ``native/cuda/transfer.cu``, and their small memory.
+
+Ids and sums of a launch lie in one buffer, pinned on the host and once more on the device::
+
+    | source ids, int32 x n | target ids, int32 x n | sums, uint64 x n |
+
+One copy on the stream takes ids and zeroed sums up ahead of the kernel, and one brings the sums
+back behind it, so that neither waits for the host.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.cuda.checksum import finish_checksums
+from common.cuda.driver import BlockCopies, CudaError
+from common.errors import ConfigError
+
+SOURCE = Path(__file__).parents[2] / "native" / "cuda" / "transfer.cu"
+THREADS = 512
+UNROLL = 4
+VECTOR_BYTES = 16
+CTAS_PER_MULTIPROCESSOR = 2
+PAIR_BYTES = 16
+MIN_PAIRS = 4096
+HIGHEST_PRIORITY = -100
+"""CUDA takes the highest that the device has."""
+
+# CuPy has no types: its objects are Any throughout this file.
+
+
+@cache
+def _kernels(cupy: Any) -> Any:
+    try:
+        code = SOURCE.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"the GPU kernels are missing: {SOURCE}: {error.strerror}") from error
+    return cupy.RawModule(code=code, options=("-std=c++17",))
+
+
+class CupyQueue:
+    """``CudaQueue`` on a CUDA stream that does not wait for the default stream."""
+
+    def __init__(self, cupy: Any, device: int) -> None:
+        self._cupy = cupy
+        self._runtime = cupy.cuda.runtime
+        self._device = device
+        with self._called("making a stream"):
+            self._runtime.setDevice(device)
+            self._stream = cupy.cuda.Stream(non_blocking=True, priority=HIGHEST_PRIORITY)
+            self._spinning = cupy.cuda.Event(disable_timing=True)
+            self._sleeping = cupy.cuda.Event(block=True, disable_timing=True)
+            self._ctas = CTAS_PER_MULTIPROCESSOR * self._runtime.deviceGetAttribute(
+                self._runtime.cudaDevAttrMultiProcessorCount, device
+            )
+        with self._called("compiling the kernels of transfers"):
+            module = _kernels(cupy)
+            self._copy_kernel = module.get_function("copy_blocks")
+            self._sum_kernel = module.get_function("sum_blocks")
+            self._copy_kernel.compile()
+            self._sum_kernel.compile()
+        self._num_pairs = 0
+        self._pairs_address = 0
+        self._host = np.empty(0, dtype=np.uint8)
+        self._pinned: Any = None
+        self._block_bytes = 0
+        self._num_sums = 0
+        self._is_closed = False
+
+    def copy(self, target: int, source: int, num_bytes: int) -> None:
+        """Enqueue one contiguous copy."""
+        with self._called(f"copying {num_bytes} bytes"):
+            self._runtime.setDevice(self._device)
+            self._copy(target, source, num_bytes)
+
+    def copy_blocks(self, copies: BlockCopies, *, num_ctas: int = 0) -> None:
+        """Enqueue one launch that copies every block and computes its checksum."""
+        count = len(copies.source_ids)
+        with self._called(f"copying {count} blocks"):
+            ids, sums = self._prepare(copies.source_ids, copies.target_ids, copies.block_bytes)
+            self._launch(
+                self._copy_kernel,
+                (copies.source, copies.target, ids, ids + 4 * count, sums),
+                copies.block_bytes,
+                num_ctas,
+            )
+
+    def checksum_blocks(self, source: int, block_ids: NDArray[np.int32], block_bytes: int) -> None:
+        """Enqueue one launch that computes the checksum of every named block."""
+        with self._called(f"computing the checksums of {len(block_ids)} blocks"):
+            ids, sums = self._prepare(block_ids, block_ids, block_bytes)
+            self._launch(self._sum_kernel, (source, ids, sums), block_bytes, 0)
+
+    def wait(self, *, is_long: bool) -> NDArray[np.uint64]:
+        """Wait until all enqueued work is done; return the last launch's checksums."""
+        event = self._sleeping if is_long else self._spinning
+        count, self._num_sums = self._num_sums, 0
+        with self._called("waiting for copies"):
+            self._runtime.setDevice(self._device)
+            event.record(self._stream)
+            event.synchronize()
+        sums = self._host[8 * count : PAIR_BYTES * count].view(np.uint64)
+        return finish_checksums(sums, self._block_bytes)
+
+    def copy_seconds(self, copies: Sequence[tuple[int, int, int]]) -> float:
+        """Do copies one after another; return the device's time for all."""
+        with self._called("measuring copies"):
+            self._runtime.setDevice(self._device)
+            begin, end = (self._cupy.cuda.Event() for _ in range(2))
+            begin.record(self._stream)
+            for target, source, num_bytes in copies:
+                self._copy(target, source, num_bytes)
+            end.record(self._stream)
+            end.synchronize()
+            return float(self._cupy.cuda.get_elapsed_time(begin, end)) / 1e3
+
+    def close(self) -> None:
+        """Let go of the stream, after the work on it."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        with self._called("closing a stream"):
+            self._runtime.setDevice(self._device)
+            self._stream.synchronize()
+            if self._pairs_address:
+                self._runtime.free(self._pairs_address)
+                self._pairs_address = 0
+
+    # ---- inside ----------------------------------------------------------------------------------
+
+    def _copy(self, target: int, source: int, num_bytes: int) -> None:
+        kind = self._runtime.memcpyDefault
+        self._runtime.memcpyAsync(target, source, num_bytes, kind, self._stream.ptr)
+
+    def _prepare(
+        self, source_ids: NDArray[np.int32], target_ids: NDArray[np.int32], block_bytes: int
+    ) -> tuple[int, int]:
+        """Enqueue the upload of ids and zeroed sums; return their addresses on the device."""
+        if self._num_sums:
+            raise CudaError("a second launch before the first was waited for")
+        count = len(source_ids)
+        self._runtime.setDevice(self._device)
+        self._make_room(count)
+        self._host[: 4 * count].view(np.int32)[:] = source_ids
+        self._host[4 * count : 8 * count].view(np.int32)[:] = target_ids
+        self._host[8 * count : PAIR_BYTES * count] = 0
+        self._copy(self._pairs_address, self._pinned.ptr, PAIR_BYTES * count)
+        self._num_sums = count
+        self._block_bytes = block_bytes
+        return self._pairs_address, self._pairs_address + 8 * count
+
+    def _make_room(self, count: int) -> None:
+        if count <= self._num_pairs:
+            return
+        num_pairs = max(MIN_PAIRS, 1 << (count - 1).bit_length())
+        self._stream.synchronize()
+        if self._pairs_address:
+            self._runtime.free(self._pairs_address)
+            self._pairs_address, self._num_pairs = 0, 0
+        self._pairs_address = self._runtime.malloc(PAIR_BYTES * num_pairs)
+        self._pinned = self._cupy.cuda.alloc_pinned_memory(PAIR_BYTES * num_pairs)
+        self._host = np.frombuffer(self._pinned, dtype=np.uint8, count=PAIR_BYTES * num_pairs)
+        self._num_pairs = num_pairs
+
+    def _launch(
+        self, kernel: Any, addresses: tuple[int, ...], block_bytes: int, num_ctas: int
+    ) -> None:
+        """Enqueue a kernel over the prepared blocks, and the download of their sums."""
+        count, vectors = self._num_sums, block_bytes // VECTOR_BYTES
+        threads = min(THREADS, vectors // UNROLL)
+        # Small blocks get small CTAs: as many threads in all.
+        ctas = (num_ctas or self._ctas) * (THREADS // threads)
+        num_chunks = count * -(-vectors // (threads * UNROLL))
+        arguments = (
+            *(np.uint64(address) for address in addresses),
+            np.uint32(count),
+            np.uint32(vectors),
+        )
+        with self._stream:
+            kernel((min(ctas, num_chunks),), (threads,), arguments)
+        offset = 8 * count
+        self._copy(self._pinned.ptr + offset, self._pairs_address + offset, 8 * count)
+
+    @contextmanager
+    def _called(self, doing: str) -> Iterator[None]:
+        errors = (
+            self._runtime.CUDARuntimeError,
+            self._cupy.cuda.driver.CUDADriverError,
+            self._cupy.cuda.compiler.CompileException,
+        )
+        try:
+            yield
+        except errors as error:
+            raise CudaError(f"{doing} on GPU {self._device}: {error}") from error

@@ -1,0 +1,140 @@
+"""A pool in a GPU's memory that this process can write from its own GPU."""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import flowpath_native
+import numpy as np
+from numpy.typing import NDArray
+
+from common.cuda.driver import BlockCopies, CudaError, CudaQueue
+from common.errors import TransferError
+from common.kv.device_pool import DevicePool
+from common.transfer.backend import LinkRate, WriteReport
+from common.transfer.cuda_movers import BlockMover
+
+MEASURED_BYTES = 64 * 1024 * 1024
+NUM_REPEATS = 5
+
+_Int32 = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class MappedPool:
+    """Blocks at an address of this process, on GPU ``device`` as it counts them.
+
+    ``close`` undoes the mapping.
+    """
+
+    address: int
+    num_blocks: int
+    device: int
+    close: Callable[[], None]
+
+
+class CudaLink:
+    """A mapped pool. One write at a time; others wait for it."""
+
+    def __init__(self, name: str, pool: DevicePool, peer: MappedPool, mover: BlockMover) -> None:
+        self._name = name
+        self._pool = pool
+        self._peer = peer
+        self._mover = mover
+        self._is_closed = False
+        self._lock = threading.Lock()
+
+    def write(
+        self, pairs_src: Sequence[int], pairs_dst: Sequence[int], token: bytes = b""
+    ) -> WriteReport:
+        """Copy blocks into the mapped pool (see ``PeerLink``). The peer's death does not show.
+
+        The source blocks must be whole: the copies wait for no other stream. On return, also with
+        TransferError, the GPU neither reads nor writes any of these blocks any more.
+        """
+        start = time.perf_counter()
+        with self._lock:
+            self._refuse_closed()
+            sources, targets, runs = self._aligned(pairs_src, pairs_dst)
+            if not len(targets):
+                return WriteReport(0, 0, 0, 0.0, np.empty(0, dtype=np.uint64))
+            size = self._pool.block_bytes
+            copies = BlockCopies(self._pool.address, self._peer.address, sources, targets, size)
+            try:
+                moved = self._mover.move(copies, runs)
+            except CudaError as error:
+                raise TransferError(
+                    f"{self._name}: writing {len(targets) * size} bytes failed: {error}"
+                ) from error
+        return WriteReport(
+            num_blocks=len(targets),
+            num_calls=moved.num_calls,
+            num_bytes=len(targets) * size,
+            seconds=time.perf_counter() - start,
+            checksums=moved.checksums,
+        )
+
+    def measure(self) -> LinkRate:
+        """Compare reading the mapped pool with what the hardware should give.
+
+        That is a copy inside of the own GPU where the pool is on it as well, else the link between
+        the two. A read finds a missing peer access as a write would, and unlike a write it is safe
+        whoever owns the blocks at this moment.
+        """
+        pool, peer, driver = self._pool, self._peer, self._pool.driver
+        with self._lock:
+            self._refuse_closed()
+            num_bytes = min(MEASURED_BYTES, pool.num_bytes, peer.num_blocks * pool.block_bytes)
+            queue = driver.queue(pool.device_index)
+            try:
+                room = driver.allocate(pool.device_index, num_bytes)
+                try:
+                    seconds = _best_seconds(queue, (room, peer.address, num_bytes))
+                    own_seconds = _best_seconds(queue, (room, pool.address, num_bytes))
+                finally:
+                    driver.free(pool.device_index, room)
+            finally:
+                queue.close()
+            if peer.device == pool.device_index:
+                limit = num_bytes / own_seconds / 1e9
+            else:
+                limit = driver.peer_gigabytes_per_second(pool.device_index, peer.device)
+        return LinkRate(num_bytes, num_bytes / seconds / 1e9, limit)
+
+    def close(self) -> None:
+        """Undo the mapping, after a write in progress."""
+        with self._lock:
+            if not self._is_closed:
+                self._is_closed = True
+                self._mover.close()
+                self._peer.close()
+
+    def _aligned(
+        self, sources: Sequence[int], targets: Sequence[int]
+    ) -> tuple[_Int32, _Int32, _Int32]:
+        """Return source ids, target ids and the fewest runs of both, after every check."""
+        where = f"{self._name}: cannot write {len(sources)} blocks"
+        try:
+            src = np.asarray(sources, dtype=np.int32)
+            dst = np.asarray(targets, dtype=np.int32)
+            runs = flowpath_native.align(src, dst)
+        except (ValueError, OverflowError) as error:
+            raise TransferError(f"{where}: {error}") from error
+        for name, ids, bound in (
+            ("source", src, self._pool.num_blocks),
+            ("target", dst, self._peer.num_blocks),
+        ):
+            if len(ids) and not 0 <= ids.min() <= ids.max() < bound:
+                raise TransferError(
+                    f"{where}: a {name} block is outside of the {bound} blocks of its pool"
+                )
+        return src, dst, runs
+
+    def _refuse_closed(self) -> None:
+        if self._is_closed:
+            raise TransferError(f"{self._name}: the link is closed")
+
+
+def _best_seconds(queue: CudaQueue, copy: tuple[int, int, int]) -> float:
+    return min(queue.copy_seconds([copy]) for _ in range(NUM_REPEATS))
