@@ -315,7 +315,11 @@ class DecodeStarted:
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRUCT)
 class RequestFinished:
-    """Worker → controller: every choice ended (or was cancelled) and all blocks were let go."""
+    """Worker → controller, and on to the gateway: every choice ended (or was cancelled).
+
+    The worker has let all blocks go. The gateway's last tokens may still be on their way to it;
+    what has not come after a while is lost. A repeat is safe.
+    """
 
     request_id: RequestId
     was_cancelled: Flag
@@ -352,5 +356,6 @@ ControllerToGateway = (
     | ClusterState
     | RequestPlaced
     | RequestRefused
+    | RequestFinished
     | RequestFailed
 )

@@ -13,7 +13,7 @@ from services.controller import request_machine as machine
 from services.controller.effects import Effect, PeerKey, Send
 from services.controller.limits import ControllerLimits
 from services.controller.request_book import RequestBook, ignored
-from services.controller.request_machine import RequestEvent, RequestPhase
+from services.controller.request_machine import CANCELLING, RequestEvent, RequestPhase
 from services.controller.request_record import CANCEL_REPORT_SECONDS
 
 
@@ -54,11 +54,16 @@ class RequestLifecycle:
     def finished(
         self, sender: PeerKey, message: RequestFinished, cause: str, now: float
     ) -> list[Effect]:
-        """End a record on its owner's report."""
+        """End a record on its owner's report, and tell a gateway that still waits for tokens."""
         event: RequestEvent = machine.PrefillSideFinished()
         if self._book.side_of(message.request_id, sender) == "decode":
             event = machine.DecodeSideFinished()
-        return self._reported(sender, message.request_id, event, cause, now)
+        record = self._book.requests.get(message.request_id)
+        is_awaited = record is not None and record.phase not in CANCELLING
+        effects = self._reported(sender, message.request_id, event, cause, now)
+        if record is None or not is_awaited or message.request_id in self._book.requests:
+            return effects
+        return [*effects, Send(record.gateway, message, cause)]
 
     def failed(
         self, sender: PeerKey, message: RequestFailed, cause: str, now: float

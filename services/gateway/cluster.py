@@ -24,6 +24,7 @@ from common.messages.control import (
     HelloRefused,
     HelloRequested,
     RequestFailed,
+    RequestFinished,
     RequestPlaced,
     RequestRefused,
     SubmitRequest,
@@ -42,7 +43,8 @@ log = structlog.get_logger()
 ANSWER_SECONDS = 10.0
 """How long the controller may take to place or refuse."""
 SILENCE_SECONDS = 10.0
-"""Controller and tokens both silent this long: nobody would tell us of a dead worker."""
+"""Controller and tokens both silent this long: nobody would tell us of a dead worker. Tokens that
+are late by as much are lost: a broken connection is mended, and has sent what it kept, before."""
 ORPHAN_SILENCE_SECONDS = 30.0
 """A request of an earlier controller without a token for this long is given up."""
 HELLO_RETRY_SECONDS = 0.5
@@ -67,6 +69,7 @@ class ClusterSubmission:
         self._cancelled_choices: set[int] = set()
         self._heard_at = monotonic()
         self._gap_since: float | None = None
+        self._ended_at: float | None = None
         self._is_orphan = False
         timeout = backend.request_timeout_seconds
         self._deadline = monotonic() + timeout if timeout else None
@@ -89,7 +92,7 @@ class ClusterSubmission:
             self._placed.set_result(None)
 
     def refuse(self, error: RequestError) -> None:
-        """The controller took the request not in."""
+        """Nobody has taken the request in."""
         if not self._placed.done():
             self._placed.set_exception(error)
 
@@ -124,13 +127,17 @@ class ClusterSubmission:
         """The controller that placed the request is gone; the new one does not know it."""
         self._is_orphan = True
 
+    def ended(self) -> None:
+        """The request's worker has finished it; its last tokens are here or on their way."""
+        self._ended_at = monotonic()
+
     def check_deadlines(self, now: float) -> None:
         """Fail the request when its time is over, or when nobody would tell of its end."""
         if self._deadline is not None and now > self._deadline:
             message = f"not finished within {self._backend.request_timeout_seconds:g} s"
             self.fail(RequestError(ErrorCode.DEADLINE_EXCEEDED, message))
             return
-        if self._gap_since is not None and now - self._gap_since > SILENCE_SECONDS:
+        if self._is_late(now):
             message = "tokens were lost on their way to the gateway"
             self.fail(RequestError(ErrorCode.TRANSFER_FAILED, message))
             return
@@ -142,6 +149,14 @@ class ClusterSubmission:
         if silent > SILENCE_SECONDS and now - self._heard_at > SILENCE_SECONDS:
             message = "neither the controller nor the request's worker has been heard from"
             self.fail(RequestError(ErrorCode.WORKER_DIED, message))
+
+    def _is_late(self, now: float) -> bool:
+        """Whether tokens are missing that must have been sent long ago."""
+        if self._gap_since is not None and now - self._gap_since > SILENCE_SECONDS:
+            return True
+        if self._ended_at is None:
+            return False
+        return now - max(self._ended_at, self._heard_at) > SILENCE_SECONDS
 
     async def cancel_choice(self, choice: int) -> None:
         """End one choice, because a stop string matched. Idempotent."""
@@ -321,22 +336,25 @@ class ClusterBackend:
                 self._begin_anew(message.message)
             case ClusterState():
                 self._state = message
+            case RequestPlaced() | RequestRefused() | RequestFinished() | RequestFailed():
+                self._on_request(message)
+
+    def _on_request(
+        self, message: RequestPlaced | RequestRefused | RequestFinished | RequestFailed
+    ) -> None:
+        submission = self._submissions.get(message.request_id)
+        if submission is None:
+            return
+        match message:
             case RequestPlaced():
-                submission = self._submissions.get(message.request_id)
-                if submission is not None:
-                    submission.placed()
-            case RequestRefused():
-                self._refused(message)
+                submission.placed()
+            case RequestRefused(code=code, message=told, retry_after_seconds=seconds):
+                # It may have been placed before, on a worker that was not reached.
+                submission.fail(RequestError(code, told, retry_after_seconds=seconds))
+            case RequestFinished():
+                submission.ended()
             case RequestFailed():
                 self._failed(message.request_id, message.code, message.message)
-
-    def _refused(self, message: RequestRefused) -> None:
-        submission = self._submissions.get(message.request_id)
-        if submission is not None:
-            error = RequestError(
-                message.code, message.message, retry_after_seconds=message.retry_after_seconds
-            )
-            submission.refuse(error)
 
     def _failed(self, request_id: RequestId, code: ErrorCode, message: str) -> None:
         submission = self._submissions.get(request_id)

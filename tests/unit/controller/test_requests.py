@@ -78,15 +78,25 @@ def test_the_life_of_a_request_that_succeeds() -> None:
     cluster.submit("r")
     assert sent_names(cluster.started("d0", "r")) == []
     assert cluster.phase("r") == "decoding"
-    assert sent_names(cluster.finished("d0", "r")) == []
+    assert sent_names(cluster.finished("d0", "r")) == [("g", "RequestFinished")]
     assert cluster.phase("r") == "unknown"
 
 
 def test_a_request_that_ends_with_its_first_token_never_reaches_the_decode_side() -> None:
     cluster = pair_cluster()
     cluster.submit("r")
-    assert sent_names(cluster.finished("p0", "r")) == []
+    assert sent_names(cluster.finished("p0", "r")) == [("g", "RequestFinished")]
     assert cluster.phase("r") == "unknown"
+
+
+def test_the_end_of_a_request_that_nobody_waits_for_is_told_to_nobody() -> None:
+    cluster = pair_cluster()
+    cluster.submit("r")
+    cluster.started("d0", "r")
+    assert sent_names(cluster.finished("p0", "r")) == []
+    cluster.cancel("r")
+    assert sent_names(cluster.finished("d0", "r", was_cancelled=True)) == []
+    assert sent_names(cluster.finished("d0", "r")) == []
 
 
 def test_own_assignments_count_as_load_until_the_next_heartbeat() -> None:

@@ -1,0 +1,140 @@
+"""A gateway's controller and workers, played word by word by a test over real sockets."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from common.ids import Epoch, GatewayId, RequestId, WorkerId, new_epoch
+from common.messages.codec import Codec
+from common.messages.control import (
+    CancelRequest,
+    ClusterState,
+    ControllerToGateway,
+    GatewayAccepted,
+    GatewayHeartbeat,
+    GatewayHello,
+    GatewayToController,
+    RequestPlaced,
+    SubmitRequest,
+)
+from common.messages.tokens import TokenDelta, TokensGenerated, WorkerToGateway
+from common.sampling import FinishReason, SampledToken, SamplingParams
+from common.transport.channels import CONTROL, TOKENS
+from common.transport.sockets import DealerLink, Identity, RouterHub, new_context
+from services.gateway.backend import ServedModel
+from services.gateway.cluster import ClusterBackend, ClusterSubmission
+from tests.support.board import Board
+
+GATEWAY = GatewayId("g")
+PARAMS = SamplingParams(seed=1, max_tokens=16)
+
+
+class ScriptedCluster:
+    """Registers the gateway, says that all is ready and places what comes by itself."""
+
+    def __init__(self, folder: Path) -> None:
+        self.context = new_context()
+        self.got: list[GatewayToController] = []
+        control, tokens = f"ipc://{folder}/control", f"ipc://{folder}/tokens"
+        self._board = Board()
+        self._hub: RouterHub[ControllerToGateway, GatewayToController] = RouterHub(
+            self.context,
+            CONTROL,
+            control,
+            Identity("controller", new_epoch()),
+            Codec(ControllerToGateway),
+            Codec(GatewayToController),
+        )
+        hello = GatewayHello(
+            gateway_id=GATEWAY,
+            epoch=new_epoch(),
+            pid=1,
+            tokens_endpoint=tokens,
+            model_fingerprint="0123456789abcdef",
+            url="http://here",
+        )
+        self._gateway: tuple[str, Epoch] = (GATEWAY, hello.epoch)
+        model = ServedModel("fake", folder, 4096, 1000, (), 0)
+        self.backend = ClusterBackend(
+            self.context, GATEWAY, model, control, tokens, hello, request_timeout_seconds=0.0
+        )
+        codec: Codec[WorkerToGateway] = Codec(WorkerToGateway)
+        identity = Identity("d0", new_epoch())
+        self._worker = DealerLink(self.context, TOKENS, tokens, identity, codec, codec)
+
+    async def play(self) -> None:
+        """Answer until closed."""
+        async for received in self._hub.received():
+            match received.message:
+                case GatewayHello():
+                    self.say(GatewayAccepted(heartbeat_seconds=0.05))
+                case GatewayHeartbeat():
+                    state = ClusterState(
+                        is_ready=True, reason="", num_prefill=1, num_decode=1, num_combined=0
+                    )
+                    self.say(state)
+                case SubmitRequest(request_id=request_id):
+                    side = WorkerId("d0")
+                    placed = RequestPlaced(
+                        request_id=request_id, prefill_worker=side, decode_worker=side
+                    )
+                    self.say(placed)
+            self.got.append(received.message)
+            self._board.post()
+
+    def say(self, message: ControllerToGateway) -> None:
+        """Say something as the controller."""
+        assert self._hub.try_send(self._gateway, message, "test")
+
+    def emit(self, index: int, *token_ids: int, finish: FinishReason | None = None) -> None:
+        """Send tokens of the request "r" as its worker."""
+        delta = TokenDelta(
+            request_id=RequestId("r"),
+            choice=0,
+            index=index,
+            tokens=tuple(SampledToken(token_id) for token_id in token_ids),
+            finish_reason=finish,
+        )
+        assert self._worker.try_send(TokensGenerated(deltas=(delta,)), "test")
+
+    async def submit(self) -> ClusterSubmission:
+        """Let the gateway submit the request "r"; it has been placed."""
+        return await self.backend.submit(RequestId("r"), [1, 2], PARAMS)
+
+    async def hears_cancel(self) -> None:
+        """Wait until the gateway wants no more of the request "r"."""
+
+        def has_come() -> bool:
+            cancels = [message for message in self.got if isinstance(message, CancelRequest)]
+            return any(cancel.request_id == "r" for cancel in cancels)
+
+        await self._board.wait_for(f"a cancel; got {self.got}", has_come)
+
+    async def settle(self) -> None:
+        """Wait until the gateway has taken everything that the controller said so far."""
+        submission = await self.backend.submit(RequestId("marker"), [1], PARAMS)
+        await submission.aclose()
+
+    def close(self) -> None:
+        """Go silent for good."""
+        self._hub.close()
+        self._worker.close()
+        self.backend.close(0.0)
+
+
+@asynccontextmanager
+async def scripted_cluster(folder: Path) -> AsyncIterator[ScriptedCluster]:
+    """Play a cluster around a gateway's backend as long as the block."""
+    cluster = ScriptedCluster(folder)
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(cluster.play())
+            channels = tasks.create_task(cluster.backend.run())
+            try:
+                yield cluster
+            finally:
+                channels.cancel()
+                cluster.close()
+    finally:
+        cluster.context.destroy(linger=0)
