@@ -182,4 +182,9 @@ class LocalRequest:
     @property
     def is_live(self) -> bool:
         """Whether any choice goes on."""
-        return any(sequence.finish_reason is None for sequence in self.sequences)
+        return bool(self.live_choices)
+
+    @property
+    def live_choices(self) -> frozenset[int]:
+        """The choices that go on."""
+        return frozenset(s.choice for s in self.sequences if s.finish_reason is None)

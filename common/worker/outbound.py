@@ -388,11 +388,13 @@ class OutboundHandoffs:
                 case StartWrite(first, num_blocks):
                     self._start_write(transfer, first, num_blocks)
                 case SendCommit(finished, checksums):
+                    # Choices may have been cancelled since the prefill ended.
+                    live = transfer.request.live_choices
                     commit = Commit(
                         transfer_id=transfer_id,
                         num_tokens=len(transfer.request.new.prompt),
                         num_cached_tokens=finished.num_cached_tokens,
-                        first_tokens=finished.first_tokens,
+                        first_tokens=tuple(f for f in finished.first_tokens if f.choice in live),
                         prefill_done_at=finished.at,
                     )
                     self._send(transfer, commit, (pack_checksums(checksums),))

@@ -310,13 +310,10 @@ class HybridWorker:
 
     def _finish_handoff(self, request_id: RequestId, route: Route) -> None:
         computed = route.computed
-        request = self._scheduler.find(request_id)
         assert computed is not None, "called when the prompt is computed"
-        assert request is not None, "a handoff that is open keeps its request"
-        # A choice may have been cancelled while the request waited for a decode side.
-        live = {s.choice for s in request.sequences if s.finish_reason is None}
-        first_tokens = tuple(first for first in computed.first_tokens if first.choice in live)
-        finished = PrefillFinished(first_tokens, computed.num_cached_tokens, route.computed_at)
+        finished = PrefillFinished(
+            computed.first_tokens, computed.num_cached_tokens, route.computed_at
+        )
         self._outbound.finish(request_id, finished)
 
     def on_handoff_ended(

@@ -125,6 +125,29 @@ async def test_a_choice_that_was_cancelled_before_the_handoff_is_not_decoded(
         await decode.idle()
 
 
+async def test_a_choice_that_is_cancelled_while_its_blocks_are_written_is_not_decoded(
+    tmp_path: Path,
+) -> None:
+    async with harness(tmp_path) as cluster:
+        prefill, decode = await cluster.pair()
+        prefill.writes.hold()
+        cluster.place("r", PROMPT, HOT)
+        stream = cluster.streams[RequestId("r")]
+        await cluster.board.wait_for("first tokens", lambda: len(stream.tokens) == 3)
+        cluster.cancel("r", "prefill", choice=1)
+        # Orders are taken one by one: once this is answered, the cancel has been taken.
+        cluster.cancel("unknown", "prefill")
+        await cluster.heard("prefill", RequestFinished, "unknown")
+        prefill.writes.open()
+        await cluster.heard("decode", RequestFinished, "r")
+        await cluster.board.wait_for(
+            "the tokens of choices 0 and 2",
+            lambda: [len(stream.token_ids(c)) for c in (0, 2)] == [12, 12],
+        )
+        assert len(stream.token_ids(1)) == 1
+        await decode.idle()
+
+
 async def test_a_request_whose_last_choice_was_cancelled_on_its_way_is_told_by_the_decode_side(
     tmp_path: Path,
 ) -> None:
