@@ -5,20 +5,17 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import flowpath_native
 import numpy as np
-from numpy.typing import NDArray
 
 from common.cuda.driver import BlockCopies, CudaError, CudaQueue
 from common.errors import TransferError
 from common.kv.device_pool import DevicePool
+from common.transfer.aligned import align_checked
 from common.transfer.backend import LinkRate, WriteReport
 from common.transfer.cuda_movers import BlockMover
 
 MEASURED_BYTES = 64 * 1024 * 1024
 NUM_REPEATS = 5
-
-_Int32 = NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +53,16 @@ class CudaLink:
         start = time.perf_counter()
         with self._lock:
             self._refuse_closed()
-            sources, targets, runs = self._aligned(pairs_src, pairs_dst)
-            if not len(targets):
+            pool, peer = self._pool, self._peer
+            runs = align_checked(
+                self._name, (pairs_src, pool.num_blocks), (pairs_dst, peer.num_blocks)
+            )
+            if not len(runs):
                 return WriteReport(0, 0, 0, 0.0, np.empty(0, dtype=np.uint64))
-            size = self._pool.block_bytes
-            copies = BlockCopies(self._pool.address, self._peer.address, sources, targets, size)
+            sources = np.asarray(pairs_src, dtype=np.int32)
+            targets = np.asarray(pairs_dst, dtype=np.int32)
+            size = pool.block_bytes
+            copies = BlockCopies(pool.address, peer.address, sources, targets, size)
             try:
                 moved = self._mover.move(copies, runs)
             except CudaError as error:
@@ -109,27 +111,6 @@ class CudaLink:
                 self._is_closed = True
                 self._mover.close()
                 self._peer.close()
-
-    def _aligned(
-        self, sources: Sequence[int], targets: Sequence[int]
-    ) -> tuple[_Int32, _Int32, _Int32]:
-        """Return source ids, target ids and the fewest runs of both, after every check."""
-        where = f"{self._name}: cannot write {len(sources)} blocks"
-        try:
-            src = np.asarray(sources, dtype=np.int32)
-            dst = np.asarray(targets, dtype=np.int32)
-            runs = flowpath_native.align(src, dst)
-        except (ValueError, OverflowError) as error:
-            raise TransferError(f"{where}: {error}") from error
-        for name, ids, bound in (
-            ("source", src, self._pool.num_blocks),
-            ("target", dst, self._peer.num_blocks),
-        ):
-            if len(ids) and not 0 <= ids.min() <= ids.max() < bound:
-                raise TransferError(
-                    f"{where}: a {name} block is outside of the {bound} blocks of its pool"
-                )
-        return src, dst, runs
 
     def _refuse_closed(self) -> None:
         if self._is_closed:
