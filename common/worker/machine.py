@@ -29,7 +29,10 @@ GPU_SEQS = 256
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What outlives an incarnation. ``max_num_batched_tokens`` and ``max_num_seqs`` bound a step."""
+    """What outlives an incarnation.
+
+    ``max_num_batched_tokens`` and ``max_num_seqs`` bound a step.
+    """
 
     config: ModelConfig
     model_fingerprint: str
@@ -85,6 +88,7 @@ def _build_on_cpu(settings: Settings, config: ModelConfig) -> Machine:
 def _build_on_gpu(settings: Settings, config: ModelConfig, place: GpuPlace) -> Machine:
     # What needs CUDA is not imported on a machine without it.
     from common.engine.cuda.engine import CudaEngine  # noqa: PLC0415
+    from common.engine.cuda.memory import activation_bytes  # noqa: PLC0415
     from common.engine.cuda.model import CudaModel  # noqa: PLC0415
     from common.kv.device_pool import DevicePool  # noqa: PLC0415
 
@@ -100,14 +104,15 @@ def _build_on_gpu(settings: Settings, config: ModelConfig, place: GpuPlace) -> M
         place,
         total_bytes=torch.cuda.get_device_properties(device).total_memory,
         used_bytes=torch.cuda.memory_reserved(device),
-        step_bytes=model.step_bytes(max_num_batched_tokens, max_num_seqs),
+        step_bytes=activation_bytes(config, max_num_batched_tokens, max_num_seqs, dtype),
     )
     # One block more than is given out: padding rows of a step write there.
     pool = DevicePool(_num_blocks(pool_bytes, layout) - 1, layout.block_bytes, place.device_index)
     engine = CudaEngine(
         model,
         layout,
-        pool,
+        pool.tensor,
+        pool.scratch_block,
         max_num_batched_tokens=max_num_batched_tokens,
         max_num_seqs=max_num_seqs,
         use_graphs=settings.cuda_graphs,

@@ -109,7 +109,11 @@ class _Incarnation:
         copier = ThreadPoolExecutor(1, "copy")
         settings = self._settings
         transports = open_transports(
-            self._machine.pool, settings.lease_seconds, settings.transport, settings.cluster_host
+            self._machine.pool,
+            settings.lease_seconds,
+            settings.transport,
+            settings.cluster_host,
+            layout=self._machine.layout,
         )
         is_fenced = False
         try:

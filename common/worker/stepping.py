@@ -67,6 +67,18 @@ class StepPipeline:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._thread, self._turn, plan, rows)
 
+    def __enter__(self) -> None:
+        """Begin; at the end the engine's thread waits for what is in flight, as its last work.
+
+        Until then the engine may write blocks of the pool.
+        """
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.submit(self._collect_all)
+
+    def _collect_all(self) -> list[FinishedStep]:
+        return [self._collect() for _ in range(len(self._in_flight))]
+
     def _turn(self, plan: StepPlan | None, rows: list[StepRow] | None) -> list[FinishedStep]:
         if plan is not None and rows is not None:
             started = perf_counter()
@@ -74,7 +86,7 @@ class StepPipeline:
                 step = self._engine.launch(rows)
             except ENGINE_ERRORS as error:
                 failed = FinishedStep(plan, _all_failed(plan, error), perf_counter() - started)
-                return [*(self._collect() for _ in range(len(self._in_flight))), failed]
+                return [*self._collect_all(), failed]
             self._in_flight.append(_InFlight(plan, step, perf_counter() - started))
             if len(self._in_flight) < self._engine.max_in_flight:
                 return []

@@ -394,20 +394,21 @@ class HybridWorker:
 
     async def run_steps(self) -> None:
         """Plan and execute steps for ever."""
-        clock = StepClock(self.metrics)
-        while True:
-            self._wake.clear()
-            plan, effects = self._scheduler.plan()
-            self.execute(effects)
-            if plan is None and self._steps.is_idle:
-                self._check_idle()
-                await self._wake.wait()
-                clock.start()
-                continue
-            self._is_idle_checked = False
-            clock.hand_over(plan)
-            for finished in clock.take_over(await self._steps.turn(plan)):
-                self.execute(self._scheduler.finish_step(finished.plan, finished.results))
+        with self._steps:
+            clock = StepClock(self.metrics)
+            while True:
+                self._wake.clear()
+                plan, effects = self._scheduler.plan()
+                self.execute(effects)
+                if plan is None and self._steps.is_idle:
+                    self._check_idle()
+                    await self._wake.wait()
+                    clock.start()
+                    continue
+                self._is_idle_checked = False
+                clock.hand_over(plan)
+                for finished in clock.take_over(await self._steps.turn(plan)):
+                    self.execute(self._scheduler.finish_step(finished.plan, finished.results))
 
     def _check_idle(self) -> None:
         """Check the books while nothing runs; a wrong sum quarantines the worker."""

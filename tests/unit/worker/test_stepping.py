@@ -1,0 +1,130 @@
+"""Plans on their way through an engine that has two steps in flight."""
+
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import pytest_asyncio
+
+from common.engine.failure import RowsFailed
+from common.engine.interface import DeferredStep, LaunchedStep, StepRow
+from common.errors import ErrorCode, RequestError
+from common.sampling import SampledToken
+from common.scheduler.steps import RowFailed, StepPlan
+from common.worker.stepping import StepPipeline
+from tests.support.scheduler_bench import Bench, new_request
+
+DRAWN = [(SampledToken(token_id=7),)]
+
+
+class ScriptedEngine:
+    """Notes what is asked of it; ``collect`` of a step draws or raises what the script says."""
+
+    max_in_flight = 2
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+        self.rows: list[Sequence[StepRow]] = []
+        self.refused: set[int] = set()
+        self.failing: dict[int, Exception] = {}
+
+    def launch(self, rows: Sequence[StepRow]) -> DeferredStep:
+        number = len(self.rows)
+        self.told.append(f"launch {number}")
+        if number in self.refused:
+            raise ValueError("row 0 is malformed")
+        self.rows.append(rows)
+        return DeferredStep(number, rows)
+
+    def collect(self, step: LaunchedStep) -> list[tuple[SampledToken, ...]]:
+        self.told.append(f"collect {step.number}")
+        if step.number in self.failing:
+            raise self.failing[step.number]
+        return DRAWN
+
+
+@pytest.fixture
+def engine() -> ScriptedEngine:
+    return ScriptedEngine()
+
+
+@pytest_asyncio.fixture
+async def pipeline(engine: ScriptedEngine) -> AsyncIterator[StepPipeline]:
+    thread = ThreadPoolExecutor(1)
+    yield StepPipeline(engine, thread)
+    thread.shutdown(wait=True)
+
+
+@pytest.fixture
+def bench() -> Bench:
+    """A sequence that decodes."""
+    bench = Bench()
+    bench.add(new_request("a", [1, 2, 3], max_tokens=9))
+    bench.step()
+    return bench
+
+
+def planned(bench: Bench) -> StepPlan:
+    plan, _ = bench.plan()
+    assert plan is not None
+    return plan
+
+
+async def test_the_next_step_is_launched_before_the_last_is_waited_for(
+    engine: ScriptedEngine, pipeline: StepPipeline, bench: Bench
+) -> None:
+    first, second = planned(bench), planned(bench)
+    assert await pipeline.turn(first) == []
+    (finished,) = await pipeline.turn(second)
+    assert (finished.plan, finished.results) == (first, DRAWN)
+    assert engine.told == ["launch 0", "launch 1", "collect 0"]
+    pending = engine.rows[1][0].pending
+    assert pending is not None
+    assert (pending.step, pending.row) == (0, 0)
+    assert engine.rows[1][0].samples[0].position == 2
+    (finished,) = await pipeline.turn(None)
+    assert finished.plan == second
+    assert pipeline.is_idle
+    assert await pipeline.turn(None) == []
+
+
+async def test_a_step_that_cannot_be_launched_fails_after_those_before_it(
+    engine: ScriptedEngine, pipeline: StepPipeline, bench: Bench
+) -> None:
+    engine.refused = {1}
+    first, second = planned(bench), planned(bench)
+    await pipeline.turn(first)
+    earlier, failed = await pipeline.turn(second)
+    assert (earlier.plan, earlier.results) == (first, DRAWN)
+    assert failed.plan == second
+    assert failed.results == [RowFailed("the engine failed: row 0 is malformed")]
+    assert pipeline.is_idle
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (RuntimeError("the device is lost"), "the engine failed: the device is lost"),
+        (RowsFailed([RequestError(ErrorCode.INTERNAL, "no number")]), "no number"),
+    ],
+)
+async def test_a_step_that_fails_fails_its_rows(
+    engine: ScriptedEngine,
+    pipeline: StepPipeline,
+    bench: Bench,
+    error: Exception,
+    message: str,
+) -> None:
+    engine.failing = {0: error}
+    await pipeline.turn(planned(bench))
+    (finished,) = await pipeline.turn(None)
+    assert finished.results == [RowFailed(message)]
+
+
+async def test_at_the_end_the_thread_waits_for_what_is_in_flight(
+    engine: ScriptedEngine, pipeline: StepPipeline, bench: Bench
+) -> None:
+    with pipeline:
+        await pipeline.turn(planned(bench))
+    assert await pipeline.turn(None) == []  # behind it in the same thread
+    assert engine.told == ["launch 0", "collect 0"]
