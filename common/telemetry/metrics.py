@@ -185,6 +185,16 @@ class ControllerMetrics:
             "Requests that the controller knows and that have not ended.",
             registry=registry,
         )
+        self.queued = Gauge(
+            "flowpath_cluster_num_requests_queued",
+            "Requests that are placed and whose decode has not started; max_queue bounds them.",
+            registry=registry,
+        )
+        self.running = Gauge(
+            "flowpath_cluster_num_requests_running",
+            "Requests that decode, and cancelled ones whose worker has not reported their end.",
+            registry=registry,
+        )
         self.is_ready = Gauge(
             "flowpath_cluster_ready",
             "1 while requests can be served, else 0.",
@@ -203,6 +213,19 @@ class ControllerMetrics:
             "flowpath_cluster_kv_blocks",
             "KV blocks of each worker as its last heartbeat told them, by owner.",
             ("worker", "owner"),
+            registry=registry,
+        )
+        self.worker_kv_usage = Gauge(
+            "flowpath_cluster_kv_usage_ratio",
+            "Share of each worker's pool that requests and transfers hold; cached blocks count as "
+            "free.",
+            ("worker",),
+            registry=registry,
+        )
+        self.heartbeat_age = Gauge(
+            "flowpath_cluster_heartbeat_age_seconds",
+            "Time since each worker was last heard from.",
+            ("worker",),
             registry=registry,
         )
         self.worker_requests = Gauge(
@@ -228,12 +251,6 @@ class ControllerMetrics:
             ("reason",),
             registry=registry,
         )
-
-    def begin_snapshot(self) -> None:
-        """Forget the workers of the last tick: one that left is in no gauge any more."""
-        self.workers.clear()
-        self.worker_kv_blocks.clear()
-        self.worker_requests.clear()
 
 
 @dataclass(frozen=True, slots=True)

@@ -163,8 +163,10 @@ class Dispatcher:
             told = f"{self._book.num_queued} requests wait already, the most that may (max_queue)"
             return Refusal(ErrorCode.QUEUE_FULL, told, limits.retry_after_seconds)
         block_size = ready[0].hello.block_size
-        choices = message.params.num_choices
-        num_blocks = num_blocks_needed(message.num_prompt_tokens, choices, block_size)
+        params, choices = message.params, message.params.num_choices
+        num_blocks = num_blocks_needed(
+            message.num_prompt_tokens, choices, params.max_tokens, block_size
+        )
         placement = choose_sides([worker.view() for worker in ready], num_blocks)
         if placement is None:
             largest = max(worker.hello.num_blocks for worker in ready)

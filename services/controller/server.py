@@ -38,7 +38,7 @@ from services.controller.effects import (
     ToPeer,
 )
 from services.controller.limits import ControllerLimits
-from services.controller.snapshot import take_snapshot
+from services.controller.snapshot import Snapshots
 from services.controller.status import status_report
 
 TICK_SECONDS = 0.1
@@ -55,6 +55,7 @@ class ControllerServer:
     def __init__(self, settings: Settings, host: str) -> None:
         self.core = ControllerCore(ControllerLimits.of(settings), host, time.monotonic())
         self.metrics = ControllerMetrics()
+        self._snapshots = Snapshots(self.metrics)
         self._metrics_port = settings.metrics_port("controller")
         self._watch = ProcessWatch()
         self._stopped = asyncio.Event()
@@ -129,7 +130,8 @@ class ControllerServer:
             gone = self._watch.gone_of(self.core.members.local_pids())
             self._handle(Tick(gone))
             if self._metrics_port is not None:
-                take_snapshot(self.metrics, status_report(self.core, time.monotonic()))
+                report = status_report(self.core, time.monotonic())
+                self._snapshots.take(report, self.core.book.num_queued)
             try:
                 async with asyncio.timeout(TICK_SECONDS):
                     await self._stopped.wait()

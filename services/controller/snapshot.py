@@ -1,27 +1,75 @@
-"""From a status report to the controller's gauges."""
+"""From status reports to the controller's gauges."""
 
-from common.messages.admin import StatusReport
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+
+from prometheus_client import Gauge
+
+from common.messages.admin import StatusReport, WorkerStatus
 from common.telemetry.metrics import ControllerMetrics
 
+Labels = tuple[str, ...]
 
-def take_snapshot(metrics: ControllerMetrics, report: StatusReport) -> None:
-    """Set the gauges to what a report tells; a worker that left is in none any more."""
-    metrics.begin_snapshot()
-    metrics.requests.set(report.num_requests)
-    metrics.is_ready.set(report.is_ready)
-    metrics.gateways.set(len(report.gateways))
-    for worker in report.workers:
-        metrics.workers.labels(worker.role, worker.state).inc()
-        if worker.kv is not None:
-            blocks = metrics.worker_kv_blocks
-            blocks.labels(worker.id, "free").set(worker.kv.free)
-            blocks.labels(worker.id, "referenced").set(worker.kv.referenced)
-            blocks.labels(worker.id, "cached").set(worker.kv.cached)
-            blocks.labels(worker.id, "in_transfer").set(worker.kv.in_transfer)
-        if worker.load is not None:
-            requests = metrics.worker_requests
-            requests.labels(worker.id, "waiting").set(worker.load.num_waiting)
-            requests.labels(worker.id, "prefilling").set(worker.load.num_prefilling)
-            requests.labels(worker.id, "sending").set(worker.load.num_sending)
-            requests.labels(worker.id, "receiving").set(worker.load.num_receiving)
-            requests.labels(worker.id, "decoding").set(worker.load.num_decoding)
+
+class Snapshots:
+    """Keeps the gauges at what the last report tells.
+
+    A scrape comes at any moment, so a gauge is changed in place: a worker that stays is never
+    missing, and one that left is in no gauge any more.
+    """
+
+    def __init__(self, metrics: ControllerMetrics) -> None:
+        self._metrics = metrics
+        self._told: defaultdict[Gauge, set[Labels]] = defaultdict(set)
+
+    def take(self, report: StatusReport, num_queued: int) -> None:
+        """Take a report; ``num_queued`` of its requests have not started to decode."""
+        metrics = self._metrics
+        metrics.requests.set(report.num_requests)
+        metrics.queued.set(num_queued)
+        metrics.running.set(report.num_requests - num_queued)
+        metrics.is_ready.set(report.is_ready)
+        metrics.gateways.set(len(report.gateways))
+        workers = report.workers
+        self._set(metrics.workers, Counter((str(w.role), str(w.state)) for w in workers))
+        self._set(metrics.heartbeat_age, {(w.id,): w.heartbeat_age_seconds for w in workers})
+        self._set(metrics.worker_kv_usage, {(w.id,): _usage(w) for w in workers if w.kv})
+        self._set(metrics.worker_kv_blocks, {k: v for w in workers for k, v in _blocks(w).items()})
+        self._set(metrics.worker_requests, {k: v for w in workers for k, v in _requests(w).items()})
+
+    def _set(self, gauge: Gauge, values: Mapping[Labels, float]) -> None:
+        for labels in self._told[gauge] - set(values):
+            gauge.remove(*labels)
+        for labels, value in values.items():
+            gauge.labels(*labels).set(value)
+        self._told[gauge] = set(values)
+
+
+def _usage(worker: WorkerStatus) -> float:
+    kv = worker.kv
+    return (kv.referenced + kv.in_transfer) / kv.total if kv and kv.total else 0.0
+
+
+def _blocks(worker: WorkerStatus) -> dict[Labels, float]:
+    kv = worker.kv
+    if kv is None:
+        return {}
+    return {
+        (worker.id, "free"): kv.free,
+        (worker.id, "referenced"): kv.referenced,
+        (worker.id, "cached"): kv.cached,
+        (worker.id, "in_transfer"): kv.in_transfer,
+    }
+
+
+def _requests(worker: WorkerStatus) -> dict[Labels, float]:
+    load = worker.load
+    if load is None:
+        return {}
+    return {
+        (worker.id, "waiting"): load.num_waiting,
+        (worker.id, "prefilling"): load.num_prefilling,
+        (worker.id, "sending"): load.num_sending,
+        (worker.id, "receiving"): load.num_receiving,
+        (worker.id, "decoding"): load.num_decoding,
+    }

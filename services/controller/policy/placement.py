@@ -49,9 +49,17 @@ class Placement:
     decode: WorkerView
 
 
-def num_blocks_needed(num_prompt_tokens: int, num_choices: int, block_size: int) -> int:
-    """Blocks of the prompt and of one block's growth for each choice."""
-    return -(-num_prompt_tokens // block_size) + num_choices
+def num_blocks_needed(
+    num_prompt_tokens: int, num_choices: int, max_tokens: int, block_size: int
+) -> int:
+    """Blocks without which no worker can serve a request.
+
+    A request of one token needs its prompt's. Otherwise each choice has a tail of its own after
+    the whole blocks of the prompt, with room for its first token.
+    """
+    if max_tokens == 1:
+        return -(-num_prompt_tokens // block_size)
+    return num_prompt_tokens // block_size + num_choices
 
 
 def choose_sides(workers: Sequence[WorkerView], num_blocks: int) -> Placement | None:

@@ -11,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from common.config.settings import Settings
 from common.errors import ErrorCode
 from common.messages.control import (
+    DecodeStarted,
     GatewayAccepted,
     Goodbye,
     HeartbeatAnswered,
@@ -23,7 +24,7 @@ from common.messages.control import (
 from common.messages.fields import Role
 from services.cli.supervisor.prepare import claim_port
 from tests.integration.controller.test_server import as_gateway, as_worker, controller
-from tests.unit.controller.cluster import gateway_hello, heartbeat, submit, worker_hello
+from tests.unit.controller.cluster import gateway_hello, heartbeat, kv, submit, worker_hello
 
 DEADLINE_SECONDS = 10.0
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
@@ -34,7 +35,9 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Settings:
     folder: Path = tmp_path_factory.mktemp("c")
     folder.chmod(0o700)
     port = claim_port("127.0.0.1", 0)
-    return Settings(port=1, run_dir=folder, log_dir=folder / "log", metrics_port_base=port)
+    return Settings(
+        port=1, run_dir=folder, log_dir=folder / "log", metrics_port_base=port, death_seconds=60
+    )
 
 
 def _scrape(port: int) -> Samples:
@@ -103,6 +106,8 @@ async def test_a_cluster_moves_every_gauge_and_counter_of_the_controller(
         placed, _ = await prefill.hear(PlaceRequest)
         samples = await scraped(settings, "num_requests", 1)
         assert samples["placements_total", frozenset()] == 1
+        assert samples["num_requests_queued", frozenset()] == 1
+        assert samples["num_requests_running", frozenset()] == 0
         failed = RequestFailed(
             request_id=placed.request_id, code=ErrorCode.INTERNAL, message="broke"
         )
@@ -110,6 +115,36 @@ async def test_a_cluster_moves_every_gauge_and_counter_of_the_controller(
         await gateway.hear(RequestFailed)
         await scraped(settings, "requests_failed_total", 1, reason=str(ErrorCode.INTERNAL))
 
+        gateway.say(submit("r2"), (bytes(256),))
+        placed, _ = await prefill.hear(PlaceRequest)
+        decode.say(DecodeStarted(request_id=placed.request_id))
+        samples = await scraped(settings, "num_requests_running", 1)
+        assert samples["num_requests_queued", frozenset()] == 0
+
+        decode.say(heartbeat(kv(total=100, referenced=20, in_transfer=5, cached=30)))
+        await scraped(settings, "kv_usage_ratio", 0.25, worker="d0")
+        decode.say(heartbeat(kv(), is_draining=True))
+        samples = await scraped(settings, "num_workers", 1, role="decode", state="draining")
+        assert ("num_workers", of_decode) not in samples
+        assert samples["kv_usage_ratio", frozenset({"worker": "d0"}.items())] == 0
+
         decode.say(Goodbye(reason="test"))
-        samples = await scraped(settings, "ready", 0)
-        assert ("num_workers", of_decode) not in samples, "a worker that left is still told"
+        async with asyncio.timeout(DEADLINE_SECONDS):
+            while any(labels & {("worker", "d0"), ("role", "decode")} for _, labels in samples):
+                samples = await scraped(settings, "ready", 0)
+
+
+async def test_the_age_of_a_heartbeat_grows_while_a_worker_is_silent(settings: Settings) -> None:
+    async with controller(settings), as_worker(settings, "p0") as worker:
+        worker.say(worker_hello("p0", Role.PREFILL, pid=os.getpid(), host="there"))
+        await worker.hear(WorkerAccepted)
+        key = ("heartbeat_age_seconds", frozenset({"worker": "p0"}.items()))
+        ages: list[float] = []
+        async with asyncio.timeout(DEADLINE_SECONDS):
+            while len(ages) < 3:
+                samples = await asyncio.to_thread(_scrape, settings.metrics_port_base)
+                if key in samples and samples[key] not in ages:
+                    ages.append(samples[key])
+        assert 0 <= ages[0] < ages[1] < ages[2] < DEADLINE_SECONDS
+        worker.say(heartbeat())
+        await worker.hear(HeartbeatAnswered)

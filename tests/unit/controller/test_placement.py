@@ -54,7 +54,11 @@ def test_a_handoff_never_goes_to_a_worker_without_the_decode_role() -> None:
     assert choose_decode([view("p", P), view("c", C)], 1) is None
 
 
-def test_blocks_are_counted_with_growth_for_each_choice() -> None:
-    assert num_blocks_needed(64, 1, 64) == 2
-    assert num_blocks_needed(65, 1, 64) == 3
-    assert num_blocks_needed(65, 4, 64) == 6
+@pytest.mark.parametrize(
+    ("prompt", "choices", "max_tokens", "expected"),
+    [(64, 1, 1, 1), (65, 4, 1, 2), (63, 1, 9, 1), (64, 1, 9, 2), (65, 1, 9, 2), (65, 4, 9, 5)],
+)
+def test_blocks_are_counted_with_a_tail_for_each_choice(
+    prompt: int, choices: int, max_tokens: int, expected: int
+) -> None:
+    assert num_blocks_needed(prompt, choices, max_tokens, 64) == expected
