@@ -111,6 +111,7 @@ PARTS = (
     fields.PeerInfo,
     fields.PoolHandle,
     fields.CudaPoolHandle,
+    fields.NcclPoolHandle,
     fields.TcpPoolHandle,
     SamplingParams,
     SampledToken,

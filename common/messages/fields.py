@@ -152,10 +152,13 @@ class NcclPoolHandle:
     host: Name
     port: Annotated[int, Field(strict=True, ge=1, le=65535)]
     secret: Annotated[bytes, Field(strict=True, min_length=32, max_length=32)] = field(repr=False)
+    device_uuid: Annotated[str, Field(strict=True, min_length=1, max_length=96)]
     num_blocks: Count
     block_bytes: Count
     num_bytes: Count
 
 
-ExportedPool = Annotated[PoolHandle | CudaPoolHandle | TcpPoolHandle, Field(discriminator="kind")]
+ExportedPool = Annotated[
+    PoolHandle | CudaPoolHandle | NcclPoolHandle | TcpPoolHandle, Field(discriminator="kind")
+]
 """A pool as its owner offers it to a paired peer."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from common.errors import TransferError
 from common.kv.device_pool import DevicePool
 from common.kv.pool import BlockPool, KVPool
-from common.messages.fields import CudaPoolHandle, ExportedPool, TcpPoolHandle
+from common.messages.fields import CudaPoolHandle, ExportedPool, NcclPoolHandle, TcpPoolHandle
 from common.transfer.backend import LinkRate, WriteReport
 from common.transfer.cuda_ipc import own_link
 from common.transfer.rates import measure_mapping
@@ -88,8 +88,8 @@ class LocalBackend:
 
     def open_peer(self, handle: ExportedPool) -> LocalLink:
         """Return a link to the own pool; TransferError when ``handle`` names another one."""
-        if isinstance(handle, TcpPoolHandle):
-            raise TransferError("local: the peer's pool is offered over tcp")
+        if isinstance(handle, NcclPoolHandle | TcpPoolHandle):
+            raise TransferError(f"local: the peer's pool is offered over {handle.kind}")
         if handle != self._pool.handle():
             what = "GPU memory" if isinstance(handle, CudaPoolHandle) else f"descriptor {handle.fd}"
             raise TransferError(f"local: process {handle.pid} {what} is not this worker's own pool")
