@@ -72,6 +72,7 @@ class ClusterOptions:
             "port": 0,
             "model": str(self.model),
             "dtype": self.dtype,
+            "device": "cpu",  # also where there is a GPU
             "prefill": self.num_prefill,
             "decode": self.num_decode,
             "combined": self.is_combined,
