@@ -127,7 +127,7 @@ def measure_case(
                 name, bare = limits[transport]
                 write = partial(link.write, sources, targets, peer.token)
                 num_calls = write().num_calls
-                seconds, bare_seconds = _take_turns([write, bare], num_turns)
+                seconds, bare_seconds = take_turns([write, bare], num_turns)
                 yield Row(
                     shape=case.shape,
                     tokens=case.tokens,
@@ -157,7 +157,7 @@ def _limits(peer: BenchPeer, data: memoryview) -> dict[str, tuple[str, Callable[
     }
 
 
-def _take_turns(ways: list[Callable[[], object]], num_turns: int) -> list[float]:
+def take_turns(ways: list[Callable[[], object]], num_turns: int) -> list[float]:
     """Return each way's median seconds."""
     taken: list[list[float]] = [[] for _ in ways]
     for _ in range(num_turns):
@@ -168,12 +168,14 @@ def _take_turns(ways: list[Callable[[], object]], num_turns: int) -> list[float]
     return [median(seconds) for seconds in taken]
 
 
-def _tell(**line: object) -> None:
+def tell(**line: object) -> None:
+    """Print a line for the program that started this one."""
     sys.stdout.write(json.dumps(line) + "\n")
     sys.stdout.flush()
 
 
-def _listed(text: str, allowed: tuple[str, ...]) -> list[str]:
+def listed(text: str, allowed: tuple[str, ...]) -> list[str]:
+    """Return the names of a list with commas; ConfigError for one that is not allowed."""
     names = text.split(",")
     unknown = [name for name in names if name not in allowed]
     if unknown:
@@ -181,7 +183,8 @@ def _listed(text: str, allowed: tuple[str, ...]) -> list[str]:
     return names
 
 
-def _numbers(text: str) -> list[int]:
+def numbers(text: str) -> list[int]:
+    """Return the numbers of tokens of a list with commas; ConfigError when it is none."""
     if not all(part.isdecimal() and int(part) > 0 for part in text.split(",")):
         raise ConfigError(f"{text} is no list of numbers of tokens")
     return [int(part) for part in text.split(",")]
@@ -197,25 +200,25 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--turns", type=int, default=9)
     arguments = parser.parse_args(argv)
     try:
-        pools = _listed(arguments.pools, POOLS)
-        transports = _listed(arguments.transports, TRANSPORTS)
+        pools = listed(arguments.pools, POOLS)
+        transports = listed(arguments.transports, TRANSPORTS)
         cases = [
             Case(shape, tokens)
-            for shape in _listed(arguments.shapes, tuple(SHAPES))
-            for tokens in _numbers(arguments.tokens)
+            for shape in listed(arguments.shapes, tuple(SHAPES))
+            for tokens in numbers(arguments.tokens)
         ]
     except ConfigError as error:
-        _tell(error=str(error))
+        tell(error=str(error))
         return 2
     for number, case in enumerate(cases, start=1):
         step = f"[{number}/{len(cases)}] {case.shape}, {case.tokens} tokens"
         needed = 2 * case.pool_blocks * case.layout.block_bytes
         if needed > available_bytes():
-            _tell(doing=f"{step}: left out, its two pools need {needed / 1024**3:.1f} GiB")
+            tell(doing=f"{step}: left out, its two pools need {needed / 1024**3:.1f} GiB")
             continue
-        _tell(doing=step)
+        tell(doing=step)
         for row in measure_case(case, pools, transports, arguments.turns):
-            _tell(row=asdict(row))
+            tell(row=asdict(row))
     return 0
 
 

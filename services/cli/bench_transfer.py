@@ -1,4 +1,4 @@
-"""``flowpath bench transfer``: how fast KV moves between two processes of this host.
+"""``flowpath bench transfer``: how fast KV moves between two processes, in host or GPU memory.
 
 The measuring runs in a process of its own, because it needs what this program starts without.
 """
@@ -17,6 +17,7 @@ from common.errors import ConfigError
 from services.cli.terminal import out
 
 MODULE = "common.transfer.bench"
+CUDA_MODULE = "common.transfer.bench_cuda"
 Row = dict[str, str | int | float]
 
 _COLUMNS = (
@@ -36,13 +37,22 @@ _COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class TransferBench:
-    """What to measure; empty fields take the measuring module's defaults. Lists have commas."""
+    """What to measure; empty fields take the measuring module's defaults. Lists have commas.
+
+    With ``devices``, the GPUs of source and target, the pools are in GPU memory.
+    """
 
     shapes: str = ""
     tokens: str = ""
     pools: str = ""
     transports: str = ""
     turns: int = 0
+    devices: str = ""
+
+    @property
+    def module(self) -> str:
+        """The measuring module."""
+        return CUDA_MODULE if self.devices else MODULE
 
     def arguments(self) -> list[str]:
         """Return the measuring module's arguments."""
@@ -52,6 +62,7 @@ class TransferBench:
             "--pools": self.pools,
             "--transports": self.transports,
             "--turns": str(self.turns or ""),
+            "--devices": self.devices,
         }
         return [part for name, value in values.items() if value for part in (name, value)]
 
@@ -84,7 +95,7 @@ def run(bench: TransferBench, *, as_json: bool, output: Path | None) -> None:
 
 def _lines(bench: TransferBench) -> Iterator[dict[str, Row]]:
     with subprocess.Popen(  # noqa: S603 - this interpreter and a module of ours
-        [sys.executable, "-m", MODULE, *bench.arguments()],
+        [sys.executable, "-m", bench.module, *bench.arguments()],
         stdout=subprocess.PIPE,
         text=True,
     ) as process:

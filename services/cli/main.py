@@ -166,19 +166,27 @@ app.add_typer(bench, name="bench")
 
 @bench.command("transfer")
 @ends_by_name
-def measure_transfers(
+def measure_transfers(  # noqa: PLR0917 - typer gives them by name
     shapes: Annotated[
         str,
         typer.Option(
             "--shapes", help="Model shapes: smollm2-135m, llama-8b, llama-70b-tp8; all by default."
         ),
     ] = "",
-    tokens: Annotated[
-        str, typer.Option("--tokens", help="Prompt lengths (256,1024,4096 by default).")
-    ] = "",
+    tokens: Annotated[str, typer.Option("--tokens", help="Prompt lengths; a few by default.")] = "",
     pools: Annotated[str, typer.Option("--pools", help="fresh, churned; both by default.")] = "",
     transports: Annotated[
-        str, typer.Option("--transports", help="shm, tcp; both by default.")
+        str,
+        typer.Option(
+            "--transports",
+            help="shm, tcp; on GPUs cuda_ipc, layerwise, gather_buffer; all by default.",
+        ),
+    ] = "",
+    devices: Annotated[
+        str,
+        typer.Option(
+            "--devices", help="GPUs of source and target, such as 0,0 or 0,1, for pools on GPUs."
+        ),
     ] = "",
     turns: Annotated[int, typer.Option("--turns", min=1, help="Turns of each; medians count.")] = 9,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -189,7 +197,7 @@ def measure_transfers(
     """Measure how fast KV moves between two processes, beside this host's limits."""
     from services.cli import bench_transfer  # noqa: PLC0415
 
-    wish = bench_transfer.TransferBench(shapes, tokens, pools, transports, turns)
+    wish = bench_transfer.TransferBench(shapes, tokens, pools, transports, turns, devices)
     bench_transfer.run(wish, as_json=as_json, output=output)
 
 

@@ -14,6 +14,12 @@ TINY = TransferBench("smollm2-135m", "64", "fresh,churned", "shm,tcp", 1)
 def test_only_what_was_wished_for_is_passed_on() -> None:
     assert TransferBench().arguments() == []
     assert TransferBench(tokens="64", turns=3).arguments() == ["--tokens", "64", "--turns", "3"]
+    assert TransferBench(devices="0,1").arguments() == ["--devices", "0,1"]
+
+
+def test_pools_on_gpus_are_measured_by_a_module_of_their_own() -> None:
+    assert TransferBench().module == "common.transfer.bench"
+    assert TransferBench(devices="0,0").module == "common.transfer.bench_cuda"
 
 
 def test_every_combination_is_measured_shown_and_kept(
@@ -79,6 +85,9 @@ def test_the_table_names_every_column(capsys: pytest.CaptureFixture[str]) -> Non
         (TransferBench(shapes="gpt"), "unknown: gpt; there are smollm2-135m"),
         (TransferBench(transports="rdma"), "unknown: rdma; there are shm, tcp"),
         (TransferBench(tokens="12,x"), "12,x is no list"),
+        (TransferBench(devices="0"), "0 are not two GPUs: say for example 0,1"),
+        (TransferBench(devices="0,99"), "GPUs 0,99: this process sees"),
+        (TransferBench(devices="0,0", transports="shm"), "unknown: shm; there are cuda_ipc"),
     ],
 )
 def test_a_wish_that_cannot_be_measured_is_refused_by_name(
