@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from common.config.settings import environment
-from common.cuda.cupy_driver import cuda_driver
-from common.cuda.driver import CudaError
+from common.cuda.driver import CudaDriver, CudaError
 from common.cuda.nvml import nvlink_gigabytes_per_second
 from common.errors import ConfigError
 from common.kv.device_pool import DevicePool
@@ -96,18 +95,19 @@ class _CudaCommunicator:
 
 
 class _Scratch:
-    def __init__(self, device: int, num_bytes: int) -> None:
+    def __init__(self, cuda: CudaDriver, device: int, num_bytes: int) -> None:
+        self._cuda = cuda
         self._device = device
-        self.address = cuda_driver().allocate(device, num_bytes)
+        self.address = cuda.allocate(device, num_bytes)
 
     def free(self) -> None:
-        cuda_driver().free(self._device, self.address)
+        self._cuda.free(self._device, self.address)
 
 
 class CudaNcclDriver:
     """``NcclDriver`` on GPU ``device``. ConfigError where NCCL or CuPy is missing."""
 
-    def __init__(self, device: int, *, max_ctas: int = MAX_CTAS) -> None:
+    def __init__(self, cuda: CudaDriver, device: int, *, max_ctas: int = MAX_CTAS) -> None:
         environment.setdefault("NCCL_NVLS_ENABLE", "0")
         try:
             import cupy  # noqa: PLC0415 - only where there is a GPU
@@ -117,7 +117,8 @@ class CudaNcclDriver:
         self.cupy: Any = cupy
         self.device = device
         self.library = NcclLibrary()
-        self.device_uuid = cuda_driver().device_uuid(device)
+        self.device_uuid = cuda.device_uuid(device)
+        self._cuda = cuda
         self._max_ctas = max_ctas
         self._bus_rate = 0.0
 
@@ -131,7 +132,7 @@ class CudaNcclDriver:
 
     def allocate(self, num_bytes: int) -> _Scratch:
         """Take memory of the device."""
-        return _Scratch(self.device, num_bytes)
+        return _Scratch(self._cuda, self.device, num_bytes)
 
     def limit_rate(self, peer_uuid: str) -> float:
         """Return what the way to another device could give (see ``NcclDriver``)."""
@@ -143,7 +144,7 @@ class CudaNcclDriver:
         return self._bus_rate
 
     def _measure_bus(self) -> float:
-        queue, scratch = cuda_driver().queue(self.device), self.allocate(BUS_BYTES)
+        queue, scratch = self._cuda.queue(self.device), self.allocate(BUS_BYTES)
         try:
             host = self.cupy.cuda.alloc_pinned_memory(BUS_BYTES)
             copies = [(int(host.ptr), scratch.address, BUS_BYTES)]
@@ -162,7 +163,7 @@ def open_nccl(
     Transfers at one time are bounded so that the kernels of all fit on the device. ConfigError
     where NCCL is missing or the address cannot be used.
     """
-    driver = CudaNcclDriver(pool.device_index, max_ctas=max_ctas)
+    driver = CudaNcclDriver(pool.driver, pool.device_index, max_ctas=max_ctas)
     attribute = driver.cupy.cuda.runtime.cudaDevAttrMultiProcessorCount
     multiprocessors = int(driver.cupy.cuda.runtime.deviceGetAttribute(attribute, pool.device_index))
     max_moving = max(1, multiprocessors // max_ctas // 2)

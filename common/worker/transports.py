@@ -18,6 +18,7 @@ from common.transfer.cuda_ipc import (
     gather_buffer_backend,
     layerwise_backend,
 )
+from common.transfer.nccl_cuda import open_nccl
 from common.transfer.selection import TRANSPORTS
 from common.transfer.shm import MemoryExport, ShmBackend
 from common.transfer.tcp import TcpBackend
@@ -27,6 +28,7 @@ STALLS_PER_LEASE = 3
 """A write's data and its confirmation may stall one after the other, all within the lease."""
 LOOPBACK = "127.0.0.1"
 AUTO = "auto"
+NCCL = "nccl"
 
 Both = tuple[PoolExport, TransferBackend]
 
@@ -59,12 +61,12 @@ def open_transports(
 ) -> Transports:
     """Open the chosen transport, or with ``auto`` every one that makes sense for the pool's memory.
 
-    ``tcp`` listens on ``host``, or on loopback where that is empty. Where peers can only be on
-    this host, ``auto`` opens no listener. ``layerwise`` needs ``layout``. ConfigError when the
-    address cannot be used, or the transport does not fit the pool.
+    ``tcp`` and ``nccl`` listen on ``host``, or on loopback where that is empty. Where peers can
+    only be on this host, ``auto`` opens no listener. ``layerwise`` needs ``layout``. ConfigError
+    when the address cannot be used, or the transport does not fit the pool.
     """
     if isinstance(pool, DevicePool):
-        opened = _on_device(pool, choice, layout)
+        opened = _on_device(pool, lease_seconds / STALLS_PER_LEASE, choice, host, layout)
     elif isinstance(pool, KVPool):
         opened = _on_host(pool, lease_seconds / STALLS_PER_LEASE, choice, host)
     else:
@@ -88,8 +90,12 @@ def _on_host(pool: KVPool, stall_seconds: float, choice: str, host: str) -> dict
     return opened
 
 
-def _on_device(pool: DevicePool, choice: str, layout: KVLayout | None) -> dict[str, Both]:
+def _on_device(
+    pool: DevicePool, stall_seconds: float, choice: str, host: str, layout: KVLayout | None
+) -> dict[str, Both]:
     opened: dict[str, Both] = {}
+    if choice == NCCL or (choice == AUTO and host):
+        opened[NCCL] = open_nccl(pool, stall_seconds, host=host or LOOPBACK)
     if choice in (AUTO, CUDA_IPC):
         opened[CUDA_IPC] = CudaIpcExport(pool), CudaIpcBackend(pool)
     if choice == GATHER_BUFFER:
