@@ -177,6 +177,18 @@ nb::object copy_runs_between_checksummed(nb::handle dst, nb::handle src, nb::han
     return to_numpy<std::uint64_t>(std::move(sums));
 }
 
+void copy_streamed_between(nb::handle dst_object, nb::handle src_object) {
+    BufferView dst(dst_object, BufferView::Access::write);
+    const BufferView src(src_object, BufferView::Access::read);
+    if (dst.size() != src.size()) {
+        refuse("src has " + std::to_string(src.size()) + " bytes, dst " +
+                   std::to_string(dst.size()) + ": dst",
+               Status::different_lengths);
+    }
+    const nb::gil_scoped_release without_gil;
+    copy_streamed(dst.writable_bytes(), src.bytes());
+}
+
 std::uint64_t checksum_of(nb::handle data) {
     const BufferView view(data, BufferView::Access::read);
     const nb::gil_scoped_release without_gil;
@@ -257,6 +269,8 @@ void bind_memory(nb::module_& m) {
           "Copies rows (src, dst, length) of blocks between two buffers; returns the bytes copied.");
     m.def("copy_runs_checksummed", &copy_runs_between_checksummed, "dst"_a, "src"_a, "runs"_a,
           "block_bytes"_a, "Copies, and returns the checksum of each block in the runs' order.");
+    m.def("copy_streamed", &copy_streamed_between, "dst"_a, "src"_a,
+          "Copies past the caches and does nothing else: what memory gives a copy at best.");
     m.def("checksum", &checksum_of, "data"_a, "The 64-bit checksum of the bytes.");
     m.def("checksum_kernels", &kernel_names,
           "The names of the kernels that this machine can run, the fastest first.");

@@ -5,6 +5,10 @@
 
 #include "flowpath/memory/checksum.hpp"
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
 namespace flowpath {
 
 namespace {
@@ -43,6 +47,26 @@ std::uint64_t copy_block_streamed(std::byte* to, std::span<const std::byte> bloc
     }
     return checksum_finish(sum, block.size());
 }
+
+#if defined(__x86_64__)
+
+// Returns the bytes copied: all but a last part of less than a cache line.
+__attribute__((target("avx2"))) std::size_t stream_lines(std::byte* to, const std::byte* from,
+                                                         std::size_t num_bytes) noexcept {
+    const std::size_t in_lines = num_bytes / 64 * 64;
+    for (std::size_t at = 0; at < in_lines; at += 64) {
+        const auto* const line = reinterpret_cast<const __m256i*>(from + at);
+        auto* const into = reinterpret_cast<__m256i*>(to + at);
+        const __m256i first = _mm256_loadu_si256(line);
+        const __m256i second = _mm256_loadu_si256(line + 1);
+        _mm256_stream_si256(into, first);
+        _mm256_stream_si256(into + 1, second);
+    }
+    _mm_sfence();
+    return in_lines;
+}
+
+#endif
 
 std::size_t bytes_of(std::span<const CopyRun> runs, std::size_t block_bytes) noexcept {
     std::size_t num_blocks = 0;
@@ -98,6 +122,19 @@ std::size_t copy_runs_checksummed(std::span<std::byte> dst, std::span<const std:
         }
     }
     return num_bytes;
+}
+
+void copy_streamed(std::span<std::byte> dst, std::span<const std::byte> src) noexcept {
+    std::size_t copied = 0;
+    const std::size_t num_bytes = std::min(dst.size(), src.size());
+#if defined(__x86_64__)
+    if (can_stream_to(dst.data())) {
+        copied = stream_lines(dst.data(), src.data(), num_bytes);
+    }
+#endif
+    if (copied < num_bytes) {
+        std::memcpy(dst.data() + copied, src.data() + copied, num_bytes - copied);
+    }
 }
 
 void checksum_blocks(std::span<const std::byte> pool, std::span<const std::int32_t> ids,

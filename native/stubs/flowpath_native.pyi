@@ -104,6 +104,13 @@ def copy_runs_checksummed(
     Memory is read once. A run must not overlap its own target.
     """
 
+def copy_streamed(dst: _Memory, src: _Memory) -> None:
+    """Copy past the caches, without the GIL, and do nothing else.
+
+    This is what memory gives a copy at best, as a measure for others. Buffers of different sizes
+    are a ``ValueError``; they must not overlap.
+    """
+
 def checksum(data: _Memory) -> int:
     """Return the 64-bit block checksum; ``memory/checksum.hpp`` defines the function."""
 

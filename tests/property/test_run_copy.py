@@ -2,7 +2,13 @@
 
 import numpy as np
 import pytest
-from flowpath_native import checksum, checksum_blocks, copy_runs, copy_runs_checksummed
+from flowpath_native import (
+    checksum,
+    checksum_blocks,
+    copy_runs,
+    copy_runs_checksummed,
+    copy_streamed,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -88,3 +94,20 @@ def test_large_copies_past_the_caches_are_whole_wherever_the_target_begins(
     assert sums.tolist() == [checksum(block) for block in blocks]
     assert (room[:start] == 0xEE).all()
     assert (room[start + len(src) :] == 0xEE).all()
+
+
+@pytest.mark.parametrize("offset", [0, 32, 1])
+@pytest.mark.parametrize("num_bytes", [0, 1, 63, 64, 65, 4096, 1_000_001])
+def test_a_streamed_copy_is_whole_and_touches_nothing_else(offset: int, num_bytes: int) -> None:
+    src = np.random.default_rng(9).bytes(num_bytes)
+    room = np.full(num_bytes + 4096, 0xEE, dtype=np.uint8)
+    start = -room.ctypes.data % 2048 + offset
+    copy_streamed(room[start : start + num_bytes], src)
+    assert room[start : start + num_bytes].tobytes() == src
+    assert (room[:start] == 0xEE).all()
+    assert (room[start + num_bytes :] == 0xEE).all()
+
+
+def test_a_streamed_copy_between_buffers_of_different_sizes_is_refused() -> None:
+    with pytest.raises(ValueError, match="src has 3 bytes, dst 4"):
+        copy_streamed(bytearray(4), bytes(3))

@@ -28,6 +28,10 @@ std::size_t copy_runs_checksummed(std::span<std::byte> dst, std::span<const std:
                                   std::span<const CopyRun> runs, std::size_t block_bytes,
                                   std::span<std::uint64_t> sums) noexcept;
 
+// Copies as many bytes as both have past the caches, where this machine can store to `dst` that way,
+// and does nothing else: what memory gives a copy at best. They must not overlap.
+void copy_streamed(std::span<std::byte> dst, std::span<const std::byte> src) noexcept;
+
 // The checksum of each block of `ids`, which the caller has bounds-checked.
 void checksum_blocks(std::span<const std::byte> pool, std::span<const std::int32_t> ids,
                      std::size_t block_bytes, std::span<std::uint64_t> sums) noexcept;
