@@ -62,8 +62,6 @@ class CupyQueue:
             module = _kernels(cupy)
             self._copy_kernel = module.get_function("copy_blocks")
             self._sum_kernel = module.get_function("sum_blocks")
-            self._copy_kernel.compile()
-            self._sum_kernel.compile()
         self._num_pairs = 0
         self._pairs_address = 0
         self._host = np.empty(0, dtype=np.uint8)
