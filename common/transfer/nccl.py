@@ -146,6 +146,8 @@ class NcclLink:
                 try:
                     return self._use(kept, use)
                 except NotStartedError:
+                    if not kept.is_stale():
+                        raise
                     self._drop()
             return self._use(self._connect(), use)
         except FrameRefusedError as error:

@@ -1,0 +1,132 @@
+"""A worker's pool on a GPU with both sides of transport nccl, driven line by line.
+
+``python -m tests.gpu.nccl_side DEVICE NUM_BLOCKS BLOCK_BYTES STALL_SECONDS`` answers each line of
+its input, a JSON list of a command and its arguments, with a line of JSON: ``{"is": ...}``, or
+``{"error": ...}`` for a transfer that failed.
+"""
+
+import json
+import sys
+import threading
+from dataclasses import asdict
+
+import flowpath_native
+import numpy as np
+import torch
+from pydantic import TypeAdapter
+
+from common.errors import TransferError
+from common.ids import TransferId
+from common.kv.device_pool import DevicePool
+from common.messages.fields import NcclPoolHandle
+from common.transfer.nccl import NcclLink
+from common.transfer.nccl_cuda import open_nccl
+
+POISON = 0xEE
+HANDLE: TypeAdapter[NcclPoolHandle] = TypeAdapter(NcclPoolHandle)
+
+
+class Side:
+    """Each public method is a command."""
+
+    def __init__(self, device: int, num_blocks: int, block_bytes: int, stall: float) -> None:
+        self._pool = DevicePool(num_blocks, block_bytes, device)
+        self._export, self._backend = open_nccl(self._pool, stall, host="127.0.0.1")
+        self._links: dict[int, NcclLink] = {}
+        self._writing: threading.Thread | None = None
+        self._num_written = 0
+        self._error = ""
+        self.poison()
+
+    def poison(self) -> None:
+        self._pool.tensor.fill_(POISON)
+        torch.cuda.synchronize(self._pool.device_index)
+
+    def fill(self, seed: int) -> None:
+        shape = len(self._pool.tensor)
+        content = np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
+        self._pool.tensor.copy_(torch.from_numpy(content))
+        torch.cuda.synchronize(self._pool.device_index)
+
+    def poisoned(self) -> list[int]:
+        blocks = self._pool.tensor.view(-1, self._pool.block_bytes)
+        is_poison = (blocks == POISON).all(dim=1)
+        ids: list[int] = is_poison.nonzero().flatten().tolist()
+        return ids
+
+    def native(self, ids: list[int]) -> list[int]:
+        """The checksums that the CPU computes of the pool's downloaded bytes."""
+        here = self._pool.tensor.cpu().numpy()
+        sums: list[int] = flowpath_native.checksum_blocks(
+            here, ids, self._pool.block_bytes
+        ).tolist()
+        return sums
+
+    def handle(self) -> dict[str, object]:
+        handle = self._export.handle()
+        fields: dict[str, object] = HANDLE.dump_python(handle)
+        return fields | {"secret": handle.secret.hex()}
+
+    def link(self, number: int, fields: dict[str, str]) -> None:
+        secret = bytes.fromhex(fields["secret"])
+        handle = HANDLE.validate_python(fields | {"secret": secret})
+        self._links[number] = self._backend.open_peer(handle)
+
+    def measure(self, number: int) -> dict[str, float]:
+        return asdict(self._links[number].measure())
+
+    def grant(self, transfer: str, ids: list[int]) -> str:
+        return self._export.grant(TransferId(transfer), ids).hex()
+
+    def revoke(self, transfer: str) -> None:
+        self._export.revoke(TransferId(transfer))
+
+    def write(self, number: int, sources: list[int], targets: list[int], token: str) -> list[int]:
+        report = self._links[number].write(sources, targets, bytes.fromhex(token))
+        sums: list[int] = report.checksums.tolist()
+        return sums
+
+    def write_on(self, number: int, sources: list[int], targets: list[int], token: str) -> None:
+        """Write again and again until a write fails."""
+
+        def run() -> None:
+            try:
+                while True:
+                    self.write(number, sources, targets, token)
+                    self._num_written += 1
+            except TransferError as error:
+                self._error = str(error)
+
+        self._num_written, self._error = 0, ""
+        self._writing = threading.Thread(target=run, daemon=True)
+        self._writing.start()
+
+    def num_written(self) -> int:
+        return self._num_written
+
+    def failure(self) -> str:
+        """Wait for the failure of ``write_on``; empty when it does not come."""
+        assert self._writing is not None
+        self._writing.join(60)
+        return self._error
+
+    def close(self) -> None:
+        for link in self._links.values():
+            link.close()
+        self._export.close()
+
+
+def main(device: str, num_blocks: str, block_bytes: str, stall: str) -> None:
+    side = Side(int(device), int(num_blocks), int(block_bytes), float(stall))
+    print(json.dumps({"is": "ready"}), flush=True)
+    for line in sys.stdin:
+        command, *arguments = json.loads(line)
+        try:
+            print(json.dumps({"is": getattr(side, command)(*arguments)}), flush=True)
+        except TransferError as error:
+            print(json.dumps({"error": str(error)}), flush=True)
+    side.close()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

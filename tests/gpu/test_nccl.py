@@ -1,0 +1,250 @@
+"""Two processes with a GPU each, over NCCL: by NVLink or the bus, and as between hosts."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from time import monotonic
+
+import pytest
+
+from tests.support.data_stream import wait_until
+from tests.support.gpus import why_too_few
+from tests.support.source_tree import ROOT
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(why_too_few(2) is not None, reason=str(why_too_few(2))),
+]
+
+NUM_BLOCKS = 96
+BLOCK = 720 * 4096
+BLOCKS = list(range(NUM_BLOCKS))
+ALL_AND_SCRATCH = [*BLOCKS, NUM_BLOCKS]
+STALL = 3.0
+ENDS_SECONDS = 60.0
+SOCKETS = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
+"""What makes NCCL use the network between two GPUs of one host."""
+
+
+class Side:
+    """A process with a pool (see ``nccl_side``)."""
+
+    def __init__(self, device: int, environment: dict[str, str]) -> None:
+        arguments = [str(number) for number in (device, NUM_BLOCKS, BLOCK, STALL)]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.gpu.nccl_side", *arguments],
+            cwd=ROOT,
+            env=os.environ | environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def __call__(self, command: str, *arguments: object) -> object:
+        self.begin(command, *arguments)
+        return self.answer()
+
+    def begin(self, command: str, *arguments: object) -> None:
+        assert self.process.stdin is not None
+        print(json.dumps([command, *arguments]), file=self.process.stdin, flush=True)
+
+    def answer(self) -> object:
+        line = self._line()
+        assert "is" in line, line
+        return line["is"]
+
+    def ids(self, command: str, *arguments: object) -> list[int]:
+        answer = self(command, *arguments)
+        assert isinstance(answer, list)
+        return answer
+
+    def fails(self, command: str, *arguments: object) -> str:
+        self.begin(command, *arguments)
+        return str(self._line()["error"])
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.communicate(timeout=ENDS_SECONDS)
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            self.process.communicate(timeout=ENDS_SECONDS)
+            assert self.process.returncode == 0
+
+    def _line(self) -> dict[str, object]:
+        assert self.process.stdout is not None
+        line: dict[str, object] = json.loads(self.process.stdout.readline())
+        return line
+
+
+class Pair:
+    """A source and a target, on GPUs 0 and 1."""
+
+    def __init__(self, environments: tuple[dict[str, str], dict[str, str]]) -> None:
+        self._environments = environments
+        self._num_transfers = 0
+        self.source, self.target = self._begin(0), self._begin(1)
+        self.source.answer()
+        self.target.answer()
+        self.link()
+
+    def restart_source(self) -> None:
+        self.source = self._begin(0)
+        self.source.answer()
+        self.link()
+
+    def restart_target(self) -> None:
+        self.target = self._begin(1)
+        self.target.answer()
+        self.link()
+
+    def link(self) -> None:
+        self.source("fill", 1)
+        self.source("link", 0, self.target("handle"))
+        self.target("link", 0, self.source("handle"))
+
+    def end(self) -> None:
+        self.source.end()
+        self.target.end()
+
+    @contextmanager
+    def granted(self, side: Side, ids: list[int]) -> Iterator[str]:
+        """Yield a token, and revoke it afterwards."""
+        self._num_transfers += 1
+        transfer = f"tr-{self._num_transfers}"
+        yield str(side("grant", transfer, ids))
+        side("revoke", transfer)
+
+    def assert_arrives(self, sources: list[int], targets: list[int]) -> None:
+        with self.granted(self.target, targets) as token:
+            sums = self.source.ids("write", 0, sources, targets, token)
+        assert sums == self.source.ids("native", sources), "the source's checksums"
+        assert self.target.ids("native", targets) == sums, "the target's, by its CPU"
+
+    def write_on(self, token: str) -> None:
+        """Have the source write every block without end."""
+        self.source("write_on", 0, BLOCKS, BLOCKS, token)
+        wait_until(lambda: bool(self.source("num_written")))
+
+    def _begin(self, number: int) -> Side:
+        environment = self._environments[number]
+        return Side(0 if "CUDA_VISIBLE_DEVICES" in environment else number, environment)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[({}, {}), tuple({"CUDA_VISIBLE_DEVICES": n} for n in "01"), (SOCKETS, SOCKETS)],
+    ids=["both GPUs visible", "each its own GPU", "sockets"],
+)
+def joined(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    pair = Pair(request.param)
+    yield pair
+    pair.end()
+
+
+@pytest.fixture
+def pair(joined: Pair) -> Pair:
+    joined.target("poison")
+    return joined
+
+
+def churned(count: int, seed: int) -> tuple[list[int], list[int]]:
+    chance = random.Random(seed)
+    return [chance.choice(BLOCKS) for _ in range(count)], chance.sample(BLOCKS, count)
+
+
+def test_measuring_writes_nothing_and_says_what_the_link_could_be(pair: Pair) -> None:
+    rate = pair.source("measure", 0)
+    assert isinstance(rate, dict)
+    assert rate["gigabytes_per_second"] > 0.1
+    assert rate["limit_gigabytes_per_second"] > 5
+    assert pair.target.ids("poisoned") == ALL_AND_SCRATCH
+
+
+def test_scattered_blocks_arrive_whole_and_nothing_else_is_touched(pair: Pair) -> None:
+    sources, targets = churned(41, 0)
+    pair.assert_arrives(sources, targets)
+    assert pair.target.ids("poisoned") == sorted(set(ALL_AND_SCRATCH) - set(targets))
+
+
+def test_a_run_arrives_whole_and_nothing_else_is_touched(pair: Pair) -> None:
+    pair.assert_arrives(BLOCKS[3:90], BLOCKS[5:92])
+    assert pair.target.ids("poisoned") == sorted(set(ALL_AND_SCRATCH) - set(range(5, 92)))
+
+
+def test_two_hundred_random_writes_arrive_whole(pair: Pair) -> None:
+    for number in range(200):
+        sources, targets = churned(1 + number % 40, number)
+        with pair.granted(pair.target, targets) as token:
+            sums = pair.source.ids("write", 0, sources, targets, token)
+        if number % 20 == 0:
+            assert pair.target.ids("native", targets) == sums
+            assert pair.source.ids("native", sources) == sums
+
+
+def test_what_is_not_granted_is_refused(pair: Pair) -> None:
+    with pair.granted(pair.target, [3, 4]) as token:
+        assert "does not grant it" in pair.source.fails("write", 0, [0], [5], token)
+    assert "does not grant it" in pair.source.fails("write", 0, [0], [3], token)
+    assert pair.target.ids("poisoned") == ALL_AND_SCRATCH
+    pair.assert_arrives([0], [3])
+
+
+def test_both_write_to_each_other_at_once(pair: Pair) -> None:
+    front, back = BLOCKS[:48], BLOCKS[48:]
+    for _ in range(10):
+        with pair.granted(pair.target, front) as there, pair.granted(pair.source, back) as here:
+            pair.source.begin("write", 0, front, front, there)
+            pair.target.begin("write", 0, back, back, here)
+            pair.source.answer()
+            pair.target.answer()
+    assert pair.target.ids("native", BLOCKS) == pair.source.ids("native", BLOCKS)
+    pair.source("fill", 1)
+
+
+def test_after_a_revoke_no_byte_is_written_however_the_writer_goes_on(pair: Pair) -> None:
+    for number in range(10):
+        with pair.granted(pair.target, BLOCKS) as token:
+            pair.write_on(token)
+        pair.target("poison")
+        assert pair.source("failure")
+        assert pair.target.ids("poisoned") == ALL_AND_SCRATCH, f"revoke {number}"
+    pair.assert_arrives(*churned(40, 2))
+
+
+def test_a_target_that_stands_still_is_given_up_within_the_stall(pair: Pair) -> None:
+    with pair.granted(pair.target, BLOCKS) as token:
+        pair.write_on(token)
+        pair.target.process.send_signal(signal.SIGSTOP)
+        began = monotonic()
+        try:
+            assert "nccl 127.0.0.1" in str(pair.source("failure"))
+            assert monotonic() - began < 2 * STALL + 5
+        finally:
+            pair.target.process.send_signal(signal.SIGCONT)
+    pair.assert_arrives(*churned(40, 5))
+
+
+def test_the_writer_outlives_a_target_that_is_killed_in_the_middle(pair: Pair) -> None:
+    pair.write_on(str(pair.target("grant", "tr-killed", BLOCKS)))
+    pair.target.kill()
+    began = monotonic()
+    assert "nccl 127.0.0.1" in str(pair.source("failure"))
+    assert monotonic() - began < 2 * STALL + 5
+    pair.restart_target()
+    pair.assert_arrives(*churned(40, 3))
+
+
+def test_the_target_outlives_a_writer_that_is_killed_in_the_middle(pair: Pair) -> None:
+    with pair.granted(pair.target, BLOCKS) as token:
+        pair.write_on(token)
+        pair.source.kill()
+    pair.target("poison")
+    pair.restart_source()
+    assert pair.target.ids("poisoned") == ALL_AND_SCRATCH
+    pair.assert_arrives(*churned(40, 4))
