@@ -16,6 +16,7 @@ from common.kv.layout import KVLayout
 from common.kv.pool import BlockPool, KVPool
 from common.models.config import ModelConfig
 from common.models.default_model import ensure_default_model
+from common.telemetry.progress import Progress
 from common.worker.devices import GpuPlace, gpu_pool_bytes, place_worker
 
 log = structlog.get_logger()
@@ -116,7 +117,7 @@ def _build_on_gpu(settings: Settings, config: ModelConfig, place: GpuPlace) -> M
         max_num_batched_tokens=max_num_batched_tokens,
         max_num_seqs=max_num_seqs,
         use_graphs=settings.cuda_graphs,
-        tell=_tell_progress,
+        tell=Progress(),
     )
     return Machine(
         config=config,
@@ -144,8 +145,4 @@ def _num_blocks(pool_bytes: int, layout: KVLayout) -> int:
 
 
 def _default_model(settings: Settings) -> Path:
-    return ensure_default_model(settings.cache_dir / "models", _tell_progress)
-
-
-def _tell_progress(line: str) -> None:
-    log.info("progress", detail=line)
+    return ensure_default_model(settings.cache_dir / "models", Progress())

@@ -5,10 +5,12 @@ import os
 import signal
 import sys
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 
 import structlog
 
+from common.telemetry.progress import PROGRESS
 from services.cli.supervisor.plan import ProcessSpec
 
 MAX_OUTPUT_LINES = 50
@@ -23,8 +25,12 @@ class Child:
     and dies with us, however we end. ``output`` holds its last lines.
     """
 
-    def __init__(self, spec: ProcessSpec, settings_file: Path) -> None:
+    def __init__(
+        self, spec: ProcessSpec, settings_file: Path, tell: Callable[[str], None] | None = None
+    ) -> None:
+        """``tell`` gets what the program says of its progress."""
         self.spec = spec
+        self._tell = tell
         self.output: deque[str] = deque(maxlen=MAX_OUTPUT_LINES)
         self.pid = 0
         self._settings_file = settings_file
@@ -49,6 +55,9 @@ class Child:
         assert process.stdout is not None
         while line := await _read_line(process.stdout):
             text = line.decode(errors="replace").rstrip()
+            if self._tell is not None and text.startswith(PROGRESS):
+                self._tell(text.removeprefix(PROGRESS))
+                continue
             self.output.append(text)
             log.info("child_output", cause=spec.name, child=spec.name, line=text)
         code = await process.wait()

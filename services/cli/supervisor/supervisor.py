@@ -8,6 +8,7 @@ stop signal drains: gateway, then workers, then controller; the second kills.
 import asyncio
 import signal
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from time import monotonic
 
@@ -70,7 +71,8 @@ class Supervisor:
     async def _keep(self, spec: ProcessSpec) -> None:
         backoff = Backoff()
         while not self._stop_asked.is_set():
-            child = self._children[spec.name] = Child(spec, self._settings_file)
+            child = Child(spec, self._settings_file, partial(self._tell_progress, spec.name))
+            self._children[spec.name] = child
             started = monotonic()
             code = await child.run()
             if self._stop_asked.is_set():
@@ -86,6 +88,9 @@ class Supervisor:
             log.warning("child_restarts", cause=told, child=spec.name, wait_seconds=wait)
             await _wait(self._stop_asked, wait)
         self._ended[spec.name].set()
+
+    def _tell_progress(self, name: str, text: str) -> None:
+        self._tell(f"  {name}: {text}")
 
     def _give_up(self, child: Child, code: int) -> None:
         told = "\n".join(child.output) or f"exit code {code}"
