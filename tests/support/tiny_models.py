@@ -89,21 +89,29 @@ VARIANTS: dict[str, tuple[type[PretrainedConfig], type[PreTrainedModel], dict[st
 }
 
 
-def save_tiny_model(name: str, folder: Path, *, max_shard_size: str = "1GB") -> PreTrainedModel:
+def save_tiny_model(
+    name: str,
+    folder: Path,
+    *,
+    max_shard_size: str = "1GB",
+    spread: float = 0.25,
+    **shape: Any,  # Any: fields of configuration classes that have no types
+) -> PreTrainedModel:
     """Write the named variant, randomised in every tensor, and return it for reference.
+
+    ``spread`` is the standard deviation of what is added to every matrix.
 
     Norm weights and biases start as ones and zeros, which would hide that one is left out.
     """
     config_class, model_class, changes = VARIANTS[name]
     torch.manual_seed(sorted(VARIANTS).index(name))
-    config = config_class(**(SHAPE | changes))
+    config = config_class(**(SHAPE | changes | shape))
     config._attn_implementation = "eager"
     model: PreTrainedModel = model_class(config)
     model.train(mode=False)
     with torch.no_grad():
         for tensor_name, tensor in model.named_parameters():
-            spread = 0.3 if tensor.dim() == 1 else 0.25
-            tensor.add_(torch.randn_like(tensor) * spread)
+            tensor.add_(torch.randn_like(tensor) * (0.3 if tensor.dim() == 1 else spread))
             if tensor_name.endswith("norm.weight"):
                 tensor.abs_()
     model.save_pretrained(folder, max_shard_size=max_shard_size)
