@@ -1,8 +1,9 @@
-"""A worker's pool on a GPU with both sides of transport nccl, driven line by line.
+"""A worker's pool with both sides of transport nccl, driven line by line.
 
 ``python -m tests.gpu.nccl_side DEVICE NUM_BLOCKS BLOCK_BYTES STALL_SECONDS`` answers each line of
 its input, a JSON list of a command and its arguments, with a line of JSON: ``{"is": ...}``, or
-``{"error": ...}`` for a transfer that failed.
+``{"error": ...}`` for a transfer that failed. DEVICE is a GPU's number, or ``host`` for a pool in
+host memory and sockets in NCCL's place.
 """
 
 import json
@@ -12,16 +13,23 @@ from dataclasses import asdict
 
 import flowpath_native
 import numpy as np
-import torch
+import structlog
+from numpy.typing import NDArray
 from pydantic import TypeAdapter
 
 from common.errors import TransferError
 from common.ids import TransferId
 from common.kv.device_pool import DevicePool
 from common.messages.fields import NcclPoolHandle
-from common.transfer.nccl import NcclLink
+from common.transfer.nccl import NcclBackend, NcclLink
 from common.transfer.nccl_cuda import open_nccl
+from common.transfer.nccl_export import NcclExport
+from common.transfer.nccl_limit import CommunicatorLimit
+from tests.support.fake_nccl import AddressedKVPool
+from tests.support.socket_nccl import SocketNcclDriver
 
+HOST = "host"
+LOOPBACK = "127.0.0.1"
 POISON = 0xEE
 HANDLE: TypeAdapter[NcclPoolHandle] = TypeAdapter(NcclPoolHandle)
 
@@ -29,9 +37,16 @@ HANDLE: TypeAdapter[NcclPoolHandle] = TypeAdapter(NcclPoolHandle)
 class Side:
     """Each public method is a command."""
 
-    def __init__(self, device: int, num_blocks: int, block_bytes: int, stall: float) -> None:
-        self._pool = DevicePool(num_blocks, block_bytes, device)
-        self._export, self._backend = open_nccl(self._pool, stall, host="127.0.0.1")
+    def __init__(self, device: str, num_blocks: int, block_bytes: int, stall: float) -> None:
+        self._pool: AddressedKVPool | DevicePool
+        if device == HOST:
+            self._pool = AddressedKVPool(num_blocks, block_bytes)
+            driver = SocketNcclDriver()
+            self._export = NcclExport(self._pool, driver, CommunicatorLimit(), stall, host=LOOPBACK)
+            self._backend = NcclBackend(self._pool, driver, CommunicatorLimit(), stall)
+        else:
+            self._pool = DevicePool(num_blocks, block_bytes, int(device))
+            self._export, self._backend = open_nccl(self._pool, stall, host=LOOPBACK)
         self._links: dict[int, NcclLink] = {}
         self._writing: threading.Thread | None = None
         self._num_written = 0
@@ -39,27 +54,21 @@ class Side:
         self.poison()
 
     def poison(self) -> None:
-        self._pool.tensor.fill_(POISON)
-        torch.cuda.synchronize(self._pool.device_index)
+        self._store(np.full(self._pool.num_bytes, POISON, dtype=np.uint8))
 
     def fill(self, seed: int) -> None:
-        shape = len(self._pool.tensor)
-        content = np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
-        self._pool.tensor.copy_(torch.from_numpy(content))
-        torch.cuda.synchronize(self._pool.device_index)
+        numbers = np.random.default_rng(seed)
+        self._store(numbers.integers(0, 256, self._pool.num_bytes, dtype=np.uint8))
 
     def poisoned(self) -> list[int]:
-        blocks = self._pool.tensor.view(-1, self._pool.block_bytes)
-        is_poison = (blocks == POISON).all(dim=1)
-        ids: list[int] = is_poison.nonzero().flatten().tolist()
+        blocks = self._content().reshape(self._pool.num_blocks, -1)
+        ids: list[int] = np.flatnonzero((blocks == POISON).all(axis=1)).tolist()
         return ids
 
     def native(self, ids: list[int]) -> list[int]:
-        """The checksums that the CPU computes of the pool's downloaded bytes."""
-        here = self._pool.tensor.cpu().numpy()
-        sums: list[int] = flowpath_native.checksum_blocks(
-            here, ids, self._pool.block_bytes
-        ).tolist()
+        """The checksums that the CPU computes of the pool's bytes."""
+        here, size = self._content(), self._pool.block_bytes
+        sums: list[int] = flowpath_native.checksum_blocks(here, ids, size).tolist()
         return sums
 
     def handle(self) -> dict[str, object]:
@@ -110,6 +119,22 @@ class Side:
         self._writing.join(60)
         return self._error
 
+    def _content(self) -> NDArray[np.uint8]:
+        """The bytes of all blocks, in host memory."""
+        if isinstance(self._pool, AddressedKVPool):
+            return np.frombuffer(self._pool.buffer, dtype=np.uint8)
+        content: NDArray[np.uint8] = self._pool.tensor[: self._pool.num_bytes].cpu().numpy()
+        return content
+
+    def _store(self, content: NDArray[np.uint8]) -> None:
+        if isinstance(self._pool, AddressedKVPool):
+            np.frombuffer(self._pool.buffer, dtype=np.uint8)[:] = content
+            return
+        import torch  # noqa: PLC0415 - seconds, and only for GPUs
+
+        self._pool.tensor[: self._pool.num_bytes].copy_(torch.from_numpy(content))
+        torch.cuda.synchronize(self._pool.device_index)
+
     def close(self) -> None:
         for link in self._links.values():
             link.close()
@@ -117,7 +142,8 @@ class Side:
 
 
 def main(device: str, num_blocks: str, block_bytes: str, stall: str) -> None:
-    side = Side(int(device), int(num_blocks), int(block_bytes), float(stall))
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
+    side = Side(device, int(num_blocks), int(block_bytes), float(stall))
     print(json.dumps({"is": "ready"}), flush=True)
     for line in sys.stdin:
         command, *arguments = json.loads(line)

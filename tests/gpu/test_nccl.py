@@ -1,4 +1,7 @@
-"""Two processes with a GPU each, over NCCL: by NVLink or the bus, and as between hosts."""
+"""Two processes with a GPU each, over NCCL: by NVLink or the bus, and as between hosts.
+
+And two with pools in host memory, which need no GPU: everything but NCCL itself is the same.
+"""
 
 import json
 import os
@@ -16,26 +19,29 @@ from tests.support.data_stream import wait_until
 from tests.support.gpus import why_too_few
 from tests.support.source_tree import ROOT
 
-pytestmark = [
+ON_GPUS = (
     pytest.mark.gpu,
     pytest.mark.skipif(why_too_few(2) is not None, reason=str(why_too_few(2))),
-]
-
+)
 NUM_BLOCKS = 96
-BLOCK = 720 * 4096
+GPU_BLOCK = 720 * 4096
+HOST_BLOCK = 45 * 4096
 BLOCKS = list(range(NUM_BLOCKS))
-ALL_AND_SCRATCH = [*BLOCKS, NUM_BLOCKS]
-STALL = 3.0
+STALL = 2.0
 ENDS_SECONDS = 60.0
 SOCKETS = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
 """What makes NCCL use the network between two GPUs of one host."""
+OWN = [{"CUDA_VISIBLE_DEVICES": number} for number in "01"]
+
+Places = list[tuple[str, dict[str, str]]]
 
 
 class Side:
     """A process with a pool (see ``nccl_side``)."""
 
-    def __init__(self, device: int, environment: dict[str, str]) -> None:
-        arguments = [str(number) for number in (device, NUM_BLOCKS, BLOCK, STALL)]
+    def __init__(self, device: str, environment: dict[str, str]) -> None:
+        block_bytes = HOST_BLOCK if device == "host" else GPU_BLOCK
+        arguments = [str(number) for number in (device, NUM_BLOCKS, block_bytes, STALL)]
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.gpu.nccl_side", *arguments],
             cwd=ROOT,
@@ -83,10 +89,10 @@ class Side:
 
 
 class Pair:
-    """A source and a target, on GPUs 0 and 1."""
+    """A source and a target, each with its device and environment."""
 
-    def __init__(self, environments: tuple[dict[str, str], dict[str, str]]) -> None:
-        self._environments = environments
+    def __init__(self, places: Places) -> None:
+        self._places = places
         self._num_transfers = 0
         self.source, self.target = self._begin(0), self._begin(1)
         self.source.answer()
@@ -132,14 +138,17 @@ class Pair:
         wait_until(lambda: bool(self.source("num_written")))
 
     def _begin(self, number: int) -> Side:
-        environment = self._environments[number]
-        return Side(0 if "CUDA_VISIBLE_DEVICES" in environment else number, environment)
+        return Side(*self._places[number])
 
 
 @pytest.fixture(
     scope="module",
-    params=[({}, {}), tuple({"CUDA_VISIBLE_DEVICES": n} for n in "01"), (SOCKETS, SOCKETS)],
-    ids=["both GPUs visible", "each its own GPU", "sockets"],
+    params=[
+        pytest.param([("host", {}), ("host", {})], id="host memory"),
+        pytest.param([("0", {}), ("1", {})], id="both GPUs visible", marks=ON_GPUS),
+        pytest.param([("0", OWN[0]), ("0", OWN[1])], id="each its own GPU", marks=ON_GPUS),
+        pytest.param([("0", SOCKETS), ("1", SOCKETS)], id="sockets", marks=ON_GPUS),
+    ],
 )
 def joined(request: pytest.FixtureRequest) -> Iterator[Pair]:
     pair = Pair(request.param)
@@ -163,18 +172,18 @@ def test_measuring_writes_nothing_and_says_what_the_link_could_be(pair: Pair) ->
     assert isinstance(rate, dict)
     assert rate["gigabytes_per_second"] > 0.1
     assert rate["limit_gigabytes_per_second"] > 5
-    assert pair.target.ids("poisoned") == ALL_AND_SCRATCH
+    assert pair.target.ids("poisoned") == BLOCKS
 
 
 def test_scattered_blocks_arrive_whole_and_nothing_else_is_touched(pair: Pair) -> None:
     sources, targets = churned(41, 0)
     pair.assert_arrives(sources, targets)
-    assert pair.target.ids("poisoned") == sorted(set(ALL_AND_SCRATCH) - set(targets))
+    assert pair.target.ids("poisoned") == sorted(set(BLOCKS) - set(targets))
 
 
 def test_a_run_arrives_whole_and_nothing_else_is_touched(pair: Pair) -> None:
     pair.assert_arrives(BLOCKS[3:90], BLOCKS[5:92])
-    assert pair.target.ids("poisoned") == sorted(set(ALL_AND_SCRATCH) - set(range(5, 92)))
+    assert pair.target.ids("poisoned") == sorted(set(BLOCKS) - set(range(5, 92)))
 
 
 def test_two_hundred_random_writes_arrive_whole(pair: Pair) -> None:
@@ -191,7 +200,7 @@ def test_what_is_not_granted_is_refused(pair: Pair) -> None:
     with pair.granted(pair.target, [3, 4]) as token:
         assert "does not grant it" in pair.source.fails("write", 0, [0], [5], token)
     assert "does not grant it" in pair.source.fails("write", 0, [0], [3], token)
-    assert pair.target.ids("poisoned") == ALL_AND_SCRATCH
+    assert pair.target.ids("poisoned") == BLOCKS
     pair.assert_arrives([0], [3])
 
 
@@ -213,7 +222,7 @@ def test_after_a_revoke_no_byte_is_written_however_the_writer_goes_on(pair: Pair
             pair.write_on(token)
         pair.target("poison")
         assert pair.source("failure")
-        assert pair.target.ids("poisoned") == ALL_AND_SCRATCH, f"revoke {number}"
+        assert pair.target.ids("poisoned") == BLOCKS, f"revoke {number}"
     pair.assert_arrives(*churned(40, 2))
 
 
@@ -246,5 +255,5 @@ def test_the_target_outlives_a_writer_that_is_killed_in_the_middle(pair: Pair) -
         pair.source.kill()
     pair.target("poison")
     pair.restart_source()
-    assert pair.target.ids("poisoned") == ALL_AND_SCRATCH
+    assert pair.target.ids("poisoned") == BLOCKS
     pair.assert_arrives(*churned(40, 4))
