@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 ALLOCATION_BYTES = 2 * 1024 * 1024
 """CUDA carves smaller allocations out of shared ones of this size."""
 PROBE_BYTES = 64 * 1024 * 1024
+REGISTERED_FOR_ALL_DEVICES = 1
+"""CUDA's flag ``cudaHostRegisterPortable``, which CuPy does not name."""
 PEER_ACCESS_ALREADY_ENABLED = 704
 """CUDA's number of the error, which CuPy does not name."""
 
@@ -89,6 +91,17 @@ class CupyDriver:
     def close_memory(self, device: int, handle: bytes) -> None:
         """Undo one ``open_memory``."""
         self._handles.close(device, handle)
+
+    def pin(self, device: int, address: int, num_bytes: int) -> None:
+        """Lock pages of host memory, so that copies from and to it are fast."""
+        with self._called(f"locking {num_bytes} bytes of host memory"):
+            self._runtime.setDevice(device)
+            self._runtime.hostRegister(address, num_bytes, REGISTERED_FOR_ALL_DEVICES)
+
+    def unpin(self, address: int) -> None:
+        """Unlock what begins at ``address``."""
+        with self._called("unlocking host memory"):
+            self._runtime.hostUnregister(address)
 
     def can_access_peer(self, device: int, peer: int) -> bool:
         """Whether ``device`` can read and write the memory of ``peer`` directly."""

@@ -4,7 +4,8 @@ Addresses are plain numbers of this process. Devices are counted as this process
 ``CUDA_VISIBLE_DEVICES`` decides; a device's UUID is the same in every process.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -125,6 +126,14 @@ class CudaDriver(Protocol):
         """Undo one ``open_memory``; no work may use the mapping any more."""
         ...
 
+    def pin(self, device: int, address: int, num_bytes: int) -> None:
+        """Lock pages of host memory, so that copies from and to it are fast."""
+        ...
+
+    def unpin(self, address: int) -> None:
+        """Unlock what begins at ``address``."""
+        ...
+
     def can_access_peer(self, device: int, peer: int) -> bool:
         """Whether ``device`` can read and write the memory of ``peer`` directly."""
         ...
@@ -150,3 +159,15 @@ class CudaDriver(Protocol):
     def queue(self, device: int) -> CudaQueue:
         """Return a new queue."""
         ...
+
+
+@contextmanager
+def draining(*queues: CudaQueue) -> Iterator[None]:
+    """On CudaError let nothing go on: the memory may be given to others as soon as it is raised."""
+    try:
+        yield
+    except CudaError:
+        for queue in queues:
+            with suppress(CudaError):  # the first failure is the one to tell
+                queue.wait(is_long=True)
+        raise

@@ -4,15 +4,14 @@ A mover works on the source's GPU, on streams of its own. It waits for its copie
 computed the blocks: those must be whole before (the worker writes what a collected step computed).
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from common.cuda.driver import BlockCopies, CudaDriver, CudaError, CudaQueue
+from common.cuda.driver import BlockCopies, CudaDriver, CudaError, CudaQueue, draining
 from common.kv.layout import KVLayout
 
 MAX_PEER_COPIES = 4
@@ -65,7 +64,7 @@ class DirectMover:
     def move(self, copies: BlockCopies, runs: NDArray[np.int32]) -> Moved:
         """Copy every block (see ``BlockMover``)."""
         is_long = _is_long(copies)
-        with _drained(self._copies, self._sums):
+        with draining(self._copies, self._sums):
             if len(runs) > self._max_copies:
                 self._copies.copy_blocks(copies, num_ctas=self._num_ctas)
                 return Moved(1, self._copies.wait(is_long=is_long))
@@ -105,7 +104,7 @@ class LayerwiseMover:
     def move(self, copies: BlockCopies, runs: NDArray[np.int32]) -> Moved:
         """Copy every fragment of every block (see ``BlockMover``)."""
         size = copies.block_bytes
-        with _drained(self._copies, self._sums):
+        with draining(self._copies, self._sums):
             self._sums.checksum_blocks(copies.source, copies.source_ids, size)
             for block, other in zip(
                 copies.source_ids.tolist(), copies.target_ids.tolist(), strict=True
@@ -145,7 +144,7 @@ class GatherBufferMover:
         turn = max(1, min(count, MAX_STAGED_BYTES // size))
         self._make_room(turn * size)
         checksums: list[NDArray[np.uint64]] = []
-        with _drained(self._queue):
+        with draining(self._queue):
             for first in range(0, count, turn):
                 sources = copies.source_ids[first : first + turn]
                 targets = copies.target_ids[first : first + turn]
@@ -180,18 +179,6 @@ class GatherBufferMover:
 
 def _is_long(copies: BlockCopies) -> bool:
     return len(copies.source_ids) * copies.block_bytes >= LONG_BYTES
-
-
-@contextmanager
-def _drained(*queues: CudaQueue) -> Iterator[None]:
-    """On failure let nothing go on: the blocks may be given to others as soon as we raise."""
-    try:
-        yield
-    except CudaError:
-        for queue in queues:
-            with suppress(CudaError):  # the first failure is the one to tell
-                queue.wait(is_long=True)
-        raise
 
 
 def _close(*queues: CudaQueue) -> None:

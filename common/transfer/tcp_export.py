@@ -1,19 +1,23 @@
 """The decode side of transport ``tcp``: a pool that paired peers may write over the network.
 
 One thread greets; each stream that has proven itself has a thread of its own, which reads bytes
-straight into the granted blocks, without the interpreter's lock. Anything that is not a frame of a
-live grant ends its stream with a line in the log.
+straight into the granted blocks, without the interpreter's lock; into those of a GPU by way of a
+window of host memory. Anything that is not a frame of a live grant ends its stream with a line in
+the log.
 """
 
 from collections.abc import Sequence
 
 import structlog
 
-from common.errors import RemoteProtocolError, TransferError
+from common.errors import ConfigError, RemoteProtocolError, TransferError
 from common.ids import TransferId
+from common.kv.device_pool import DevicePool
 from common.kv.layout import PAGE_BYTES
-from common.kv.pool import KVPool
+from common.kv.pool import BlockPool, KVPool
 from common.messages.fields import TcpPoolHandle
+from common.transfer.block_sink import BlockSink, HostSink
+from common.transfer.host_staged import StagedSink
 from common.transfer.stream_server import StreamServer
 from common.transfer.tcp_grants import Session, WriteGrants
 from common.transfer.tcp_socket import DataSocket
@@ -53,7 +57,7 @@ class TcpExport:
 
     def __init__(
         self,
-        pool: KVPool,
+        pool: BlockPool,
         stall_seconds: float,
         *,
         host: str = "127.0.0.1",
@@ -109,14 +113,27 @@ class TcpExport:
         self._server.close()
 
     def _serve(self, stream: DataSocket, address: str, nonces: bytes) -> None:
-        frames = _FrameReader(stream, self._pool, self._grants, self._secret, nonces)
+        sink: BlockSink | None = None
         try:
+            sink = _sink_into(self._pool)
+            frames = _FrameReader(stream, sink, self._grants, self._secret, nonces)
             while frames.serve_next():
                 pass
         except RemoteProtocolError as error:
             log.warning("data_frame_refused", peer=address, reason=str(error))
         except TransferError as error:
             log.warning("data_stream_ended", peer=address, reason=str(error))
+        finally:
+            if sink is not None:
+                sink.close()
+
+
+def _sink_into(pool: BlockPool) -> BlockSink:
+    if isinstance(pool, DevicePool):
+        return StagedSink(pool)
+    if isinstance(pool, KVPool):
+        return HostSink(pool)
+    raise ConfigError(f"tcp does not write a {type(pool).__name__}")
 
 
 class _FrameReader:
@@ -125,13 +142,13 @@ class _FrameReader:
     def __init__(
         self,
         stream: DataSocket,
-        pool: KVPool,
+        sink: BlockSink,
         grants: WriteGrants,
         secret: bytes,
         nonces: bytes,
     ) -> None:
         self._stream = stream
-        self._pool = pool
+        self._sink = sink
         self._grants = grants
         self._secret = secret
         self._session = Session(stream, nonces)
@@ -159,12 +176,7 @@ class _FrameReader:
     def _write(self, header: FrameHeader, rows: bytes, extents: Extents) -> None:
         transfer_id = self._grants.enter(header, rows, extents, self._session)
         try:
-            block_bytes = self._pool.block_bytes
-            targets: list[memoryview] = []
-            for block, first_page, num_pages in extents.tolist():
-                start = block * block_bytes + first_page * PAGE_BYTES
-                targets.append(self._pool.buffer[start : start + num_pages * PAGE_BYTES])
-            self._stream.receive(targets)
+            self._sink.take(extents, self._stream.receive)
         except TransferError as error:
             raise TransferError(f"transfer {transfer_id}: {error}") from error
         finally:

@@ -18,6 +18,7 @@ from common.transfer.cuda_ipc import (
     gather_buffer_backend,
     layerwise_backend,
 )
+from common.transfer.host_staged import StagedTcpBackend
 from common.transfer.nccl_cuda import open_nccl
 from common.transfer.selection import TRANSPORTS
 from common.transfer.shm import MemoryExport, ShmBackend
@@ -94,6 +95,9 @@ def _on_device(
     pool: DevicePool, stall_seconds: float, choice: str, host: str, layout: KVLayout | None
 ) -> dict[str, Both]:
     opened: dict[str, Both] = {}
+    if choice == "tcp" or (choice == AUTO and host):
+        export = TcpExport(pool, stall_seconds, host=host or LOOPBACK)
+        opened["tcp"] = export, StagedTcpBackend(pool, stall_seconds)
     if choice == NCCL or (choice == AUTO and host):
         opened[NCCL] = open_nccl(pool, stall_seconds, host=host or LOOPBACK)
     if choice in (AUTO, CUDA_IPC):

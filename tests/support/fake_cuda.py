@@ -3,6 +3,7 @@
 Queues do their work in ``wait`` and not before, so that whoever does not wait sees nothing done.
 """
 
+import ctypes
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -94,6 +95,15 @@ class FakeDriver:
 
     def close_memory(self, device: int, handle: bytes) -> None:
         self._handles.close(device, handle)
+
+    def pin(self, device: int, address: int, num_bytes: int) -> None:
+        self.note(f"pin {device}")
+        memory = (ctypes.c_uint8 * num_bytes).from_address(address)
+        self._memory[address] = np.frombuffer(memory, dtype=np.uint8)
+
+    def unpin(self, address: int) -> None:
+        self.note("unpin")
+        del self._memory[address]
 
     def can_access_peer(self, device: int, peer: int) -> bool:
         return self._gpus.peers

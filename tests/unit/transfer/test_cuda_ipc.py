@@ -391,3 +391,18 @@ def test_a_transport_that_does_not_fit_the_pools_memory_is_refused_by_name(near:
 def test_the_checksum_of_the_fake_is_the_native_one(near: Pair) -> None:
     content = blocks_of(near.source)[2]
     assert near.source.checksum([2])[0] == flowpath_native.checksum(content)
+
+
+def test_a_gpu_pool_is_offered_over_tcp_by_way_of_host_memory(near: Pair) -> None:
+    ours = open_transports(near.source, 30.0, "tcp", "")
+    theirs = open_transports(near.target, 30.0, "tcp", "127.0.0.1")
+    assert ours.names == theirs.names == ("tcp",)
+    export = theirs.exports["tcp"]
+    token = export.grant(TransferId("tr-1"), [4, 3])
+    link = ours.backends["tcp"].open_peer(export.handle())
+    report = link.write([1, 2], [4, 3], token)
+    assert_moved(near, [1, 2], [4, 3])
+    assert verify_blocks(near.target, [4, 3], report.checksums) is None
+    link.close()
+    ours.close()
+    theirs.close()
