@@ -41,7 +41,9 @@ class PinnedWindow:
             self.pool = KVPool(num_blocks, block_bytes)
         except ConfigError as error:
             raise TransferError(f"no host memory to copy through: {error}") from error
-        self.address = int(np.frombuffer(self.pool.buffer, dtype=np.uint8).ctypes.data)
+        view = np.frombuffer(self.pool.buffer, dtype=np.uint8)
+        self.address = int(view.__array_interface__["data"][0])
+        del view  # or the memory could not be unmapped
         try:
             self._driver.pin(pool.device_index, self.address, self.pool.num_bytes)
         except CudaError:
