@@ -13,9 +13,32 @@ typedef unsigned int u32;
 constexpr int LANES = HEAD_DIM / 16;
 constexpr int HALF = HEAD_DIM / 2;
 
-struct alignas(16) Vector {
+union Vector {
+  uint4 whole;
   u16 at[8];
 };
+
+union Angles {
+  float4 whole[2];
+  float at[8];
+};
+
+__device__ __forceinline__ Vector load(const u16* from) {
+  Vector vector;
+  vector.whole = *reinterpret_cast<const uint4*>(from);
+  return vector;
+}
+
+__device__ __forceinline__ void store(u16* to, const Vector& vector) {
+  *reinterpret_cast<uint4*>(to) = vector.whole;
+}
+
+__device__ __forceinline__ Angles load(const float* from) {
+  Angles angles;
+  angles.whole[0] = reinterpret_cast<const float4*>(from)[0];
+  angles.whole[1] = reinterpret_cast<const float4*>(from)[1];
+  return angles;
+}
 
 __device__ __forceinline__ float to_float(u16 bits) {
 #if IS_BFLOAT16
@@ -71,8 +94,8 @@ extern "C" __global__ void rotate_store(u16* heads, long long token_stride, int 
   const int first = lane * 8;
 
   u16* source = heads + token * token_stride + static_cast<long long>(head) * HEAD_DIM;
-  Vector low = *reinterpret_cast<const Vector*>(source + first);
-  Vector high = *reinterpret_cast<const Vector*>(source + HALF + first);
+  Vector low = load(source + first);
+  Vector high = load(source + HALF + first);
   const bool is_value = head >= num_heads + num_kv_heads;
   const u16* norm = is_value ? nullptr : (head < num_heads ? q_norm : k_norm);
 
@@ -97,14 +120,14 @@ extern "C" __global__ void rotate_store(u16* heads, long long token_stride, int 
   }
   if (!is_value) {
     const long long row = static_cast<long long>(positions[token]) * HALF + first;
+    const Angles c = load(cosine + row), s = load(sine + row);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      const float c = cosine[row + i], s = sine[row + i];
-      low.at[i] = from_float(a[i] * c - b[i] * s);
-      high.at[i] = from_float(b[i] * c + a[i] * s);
+      low.at[i] = from_float(a[i] * c.at[i] - b[i] * s.at[i]);
+      high.at[i] = from_float(b[i] * c.at[i] + a[i] * s.at[i]);
     }
-    *reinterpret_cast<Vector*>(source + first) = low;
-    *reinterpret_cast<Vector*>(source + HALF + first) = high;
+    store(source + first, low);
+    store(source + HALF + first, high);
   }
   if (head < num_heads || slots[token] < 0) return;
 
@@ -114,6 +137,6 @@ extern "C" __global__ void rotate_store(u16* heads, long long token_stride, int 
                            (static_cast<long long>(slot % block_size) * num_kv_heads + kv_head) *
                                HEAD_DIM;
   u16* target = (is_value ? values : keys) + offset;
-  *reinterpret_cast<Vector*>(target + first) = low;
-  *reinterpret_cast<Vector*>(target + HALF + first) = high;
+  store(target + first, low);
+  store(target + HALF + first, high);
 }

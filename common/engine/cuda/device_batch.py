@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
-from common.engine.cuda.step_batch import PagedRows, StepBatch
-from common.engine.cuda.upload import Packed
+from common.engine.cuda.step_batch import Longs, PagedRows, StepBatch
+from common.engine.cuda.upload import Array, Packed
 
 TensorRows = PagedRows[torch.Tensor]
 
@@ -45,13 +45,18 @@ class DeviceBatch:
         return len(self.positions)
 
 
-def upload(batch: StepBatch, pending_places: torch.Tensor, device: torch.device) -> DeviceBatch:
+def to_device(batch: StepBatch, pending_places: Longs, device: torch.device) -> DeviceBatch:
     """Copy a batch to the device in one piece.
 
-    ``pending_places`` (int64, host) says where among the tokens drawn last each pending one is.
+    ``pending_places`` says where among the tokens drawn last each pending one is.
     """
     groups = (batch.decodes, batch.fresh, batch.chunks, batch.tail)
-    arrays = [batch.token_ids, batch.sampled_tokens, batch.pending_tokens, pending_places.numpy()]
+    arrays: list[Array] = [
+        batch.token_ids,
+        batch.sampled_tokens,
+        batch.pending_tokens,
+        pending_places,
+    ]
     arrays += [batch.positions, batch.slots]
     for rows in groups:
         if rows is not None:

@@ -14,7 +14,7 @@ import structlog
 import torch
 
 from common.engine.cuda.decoder import CudaDecoder
-from common.engine.cuda.device_batch import upload
+from common.engine.cuda.device_batch import to_device
 from common.engine.cuda.flashinfer_kernels import FlashInferKernels, why_not
 from common.engine.cuda.graphs import DecodeGraphs, DrawnTokens, input_bytes, ladder
 from common.engine.cuda.kernels import Kernels, pool_view
@@ -24,6 +24,7 @@ from common.engine.cuda.sampler import DeviceSampler, Draw, Drawn, is_plain
 from common.engine.cuda.step_batch import Longs, StepBatch, StepPacker
 from common.engine.cuda.streams import InferenceOn, new_event, new_stream
 from common.engine.cuda.torch_kernels import TorchKernels
+from common.engine.cuda.upload import upload
 from common.engine.failure import RowOutcome, RowsFailed
 from common.engine.interface import LaunchedStep, StepRow
 from common.errors import ErrorCode, RequestError
@@ -185,12 +186,12 @@ class CudaEngine:
             return Drawn(best[1], best[0]).to_host()
         drawn = self._sampler.draw(logits, best, draws)
         rows = np.fromiter((draw.row for draw in draws), np.int64, len(draws))
-        firsts = torch.from_numpy(np.searchsorted(rows, np.arange(num_sampled)))
-        self._drawn.ids[:num_sampled] = drawn.ids[firsts.to(self._device)]
+        (firsts,) = upload([np.searchsorted(rows, np.arange(num_sampled))], self._device)
+        self._drawn.ids[:num_sampled] = drawn.ids[firsts]
         return drawn.to_host()
 
     def _compute(self, batch: StepBatch, pending_places: Longs) -> torch.Tensor | None:
-        there = upload(batch, torch.from_numpy(pending_places), self._device)
+        there = to_device(batch, pending_places, self._device)
         token_ids = there.token_ids
         if len(pending_places):
             token_ids[there.pending_tokens] = self._drawn.ids[there.pending_places]

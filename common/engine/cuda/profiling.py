@@ -4,7 +4,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 NAME_LENGTH = 90
@@ -28,6 +27,6 @@ def profile_kernels(work: Callable[[], object]) -> list[KernelTime]:
     found = [
         KernelTime(event.key[:NAME_LENGTH], event.count, event.self_device_time_total / 1e6)
         for event in profiler.key_averages()
-        if event.device_type == DeviceType.CUDA and event.self_device_time_total > 0
+        if event.device_type.name == "CUDA" and event.self_device_time_total > 0
     ]
     return sorted(found, key=lambda kernel: -kernel.seconds)

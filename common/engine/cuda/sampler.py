@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from common.engine.cuda.draws import DrawTable, Entries, is_plain_greedy, tabulate
-from common.engine.cuda.upload import Packed
+from common.engine.cuda.upload import Array, upload
 from common.engine.interface import SampleSpec
 from common.sampling import SampledToken
 
@@ -189,9 +189,8 @@ class DeviceSampler:
     def _upload_entries(self, entries: Entries) -> list[torch.Tensor]:
         return self._upload(entries.rows, entries.ids, entries.values)
 
-    def _upload(self, *arrays: np.ndarray) -> list[torch.Tensor]:
-        packed = Packed(arrays, is_pinned=self._device.type == "cuda")
-        return packed.views(packed.memory.to(self._device, non_blocking=True))
+    def _upload(self, *arrays: Array) -> list[torch.Tensor]:
+        return upload(arrays, self._device)
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:

@@ -41,3 +41,9 @@ class Packed:
     def offset_of(self, index: int) -> int:
         """Return where array ``index`` begins, in bytes."""
         return self._offsets[index]
+
+
+def upload(arrays: Sequence[Array], device: torch.device) -> list[torch.Tensor]:
+    """Copy arrays to the device in one piece, without waiting for what it does before."""
+    packed = Packed(arrays, is_pinned=device.type == "cuda")
+    return packed.views(packed.memory.to(device, non_blocking=True))
