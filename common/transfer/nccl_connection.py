@@ -105,11 +105,9 @@ class NcclConnection:
         communicator = driver.join(unique_id, SENDER)
         self._communicator = communicator
         self._is_confirmed = False
-
-        def progress() -> int:
-            return int(communicator.is_ready()) + int(self._is_confirmed)
-
-        self._pace.until(progress, 2, JOIN_SECONDS)
+        self._pace.until(
+            lambda: int(communicator.is_ready()) + int(self._is_confirmed), 2, JOIN_SECONDS
+        )
         return communicator
 
     def _send(
@@ -136,8 +134,9 @@ class NcclConnection:
         self._is_confirmed = False
         marks = hand_over(communicator, communicator.send, groups, self._pace)
         result = meanwhile()
-        num_done = Progress(marks)
-        self._pace.until(lambda: num_done() + int(self._is_confirmed), len(marks) + 1)
+        self._pace.until(Progress(marks), len(marks))
+        if not self._is_confirmed:
+            self._confirm()
         return result
 
     def _say(self, kind: int, payload: bytes, key: tuple[bytes, bytes]) -> int:
@@ -154,8 +153,11 @@ class NcclConnection:
 
     def _look(self) -> None:
         """See whether the peer has confirmed the last frame, or is gone."""
-        if self._is_confirmed or self._sock.is_quiet():
-            return
+        if not self._is_confirmed and not self._sock.is_quiet():
+            self._confirm()
+
+    def _confirm(self) -> None:
+        """Receive the peer's word that the last frame is done."""
         if self._hear(self._sequence - 1) != DONE:
             raise RemoteProtocolError("an answer out of turn")
         self._is_confirmed = True

@@ -12,7 +12,9 @@ from common.errors import TransferError
 from common.transfer.nccl_driver import Communicator, Mark, Piece
 
 POLL_SECONDS = 20e-6
-"""Between two looks; the system's timers make it some more."""
+"""Between two looks at the device; the system's timers make it some more."""
+LOOK_SECONDS = 1e-3
+"""Between two looks at the stream, each of which gives the interpreter's lock away once more."""
 SETTLE_SECONDS = 5.0
 """How long the device may go on after an abort; microseconds, unless it is broken."""
 
@@ -30,12 +32,15 @@ class Pace:
     ) -> None:
         """Wait until ``progress()`` is ``goal``; TransferError when it stays the same too long."""
         limit = self._stall_seconds if stall_seconds is None else stall_seconds
-        before, deadline = -1, 0.0
-        while (now := progress()) < goal:
-            self._look()
-            if now != before:
-                before, deadline = now, monotonic() + limit
-            elif monotonic() > deadline:
+        before, deadline, next_look = -1, 0.0, 0.0
+        while (count := progress()) < goal:
+            now = monotonic()
+            if now >= next_look:
+                self._look()
+                next_look = now + LOOK_SECONDS
+            if count != before:
+                before, deadline = count, now + limit
+            elif now > deadline:
                 raise TransferError(f"nothing moved for {limit:g} s")
             self._never.wait(POLL_SECONDS)
 

@@ -103,7 +103,7 @@ class WriteGrants:
                 writer.cut()
             if not self._changed.wait_for(lambda: not grant.writers, FENCE_SECONDS):
                 raise TransferError(
-                    f"tcp: {len(grant.writers)} streams still write for transfer {transfer_id}"
+                    f"{len(grant.writers)} streams still write for transfer {transfer_id}"
                     f" {FENCE_SECONDS:g} s after they were cut"
                 )
             if self._by_transfer.get(transfer_id) is grant:
