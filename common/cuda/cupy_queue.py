@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.cuda.checksum import finish_checksums
-from common.cuda.driver import BlockCopies, CudaError
+from common.cuda.driver import BlockCopies, Copy, CudaError
 from common.errors import ConfigError
 
 SOURCE = Path(__file__).parents[2] / "native" / "cuda" / "transfer.cu"
@@ -70,11 +70,11 @@ class CupyQueue:
         self._num_sums = 0
         self._is_closed = False
 
-    def copy(self, target: int, source: int, num_bytes: int) -> None:
-        """Enqueue one contiguous copy."""
-        with self._called(f"copying {num_bytes} bytes"):
+    def copy(self, copies: Sequence[Copy]) -> None:
+        """Enqueue contiguous copies."""
+        with self._called("copying bytes"):
             self._runtime.setDevice(self._device)
-            self._copy(target, source, num_bytes)
+            self._enqueue(copies)
 
     def copy_blocks(self, copies: BlockCopies, *, num_ctas: int = 0) -> None:
         """Enqueue one launch that copies every block and computes its checksum."""
@@ -105,14 +105,13 @@ class CupyQueue:
         sums = self._host[8 * count : PAIR_BYTES * count].view(np.uint64)
         return finish_checksums(sums, self._block_bytes)
 
-    def copy_seconds(self, copies: Sequence[tuple[int, int, int]]) -> float:
+    def copy_seconds(self, copies: Sequence[Copy]) -> float:
         """Do copies one after another; return the device's time for all."""
         with self._called("measuring copies"):
             self._runtime.setDevice(self._device)
             begin, end = (self._cupy.cuda.Event() for _ in range(2))
             begin.record(self._stream)
-            for target, source, num_bytes in copies:
-                self._copy(target, source, num_bytes)
+            self._enqueue(copies)
             end.record(self._stream)
             end.synchronize()
             return float(self._cupy.cuda.get_elapsed_time(begin, end)) / 1e3
@@ -131,9 +130,11 @@ class CupyQueue:
 
     # ---- inside ----------------------------------------------------------------------------------
 
-    def _copy(self, target: int, source: int, num_bytes: int) -> None:
-        kind = self._runtime.memcpyDefault
-        self._runtime.memcpyAsync(target, source, num_bytes, kind, self._stream.ptr)
+    def _enqueue(self, copies: Sequence[Copy]) -> None:
+        enqueue, kind = self._runtime.memcpyAsync, self._runtime.memcpyDefault
+        stream = self._stream.ptr
+        for target, source, num_bytes in copies:
+            enqueue(target, source, num_bytes, kind, stream)
 
     def _prepare(
         self, source_ids: NDArray[np.int32], target_ids: NDArray[np.int32], block_bytes: int
@@ -147,7 +148,7 @@ class CupyQueue:
         self._host[: 4 * count].view(np.int32)[:] = source_ids
         self._host[4 * count : 8 * count].view(np.int32)[:] = target_ids
         self._host[8 * count : PAIR_BYTES * count] = 0
-        self._copy(self._pairs_address, self._pinned.ptr, PAIR_BYTES * count)
+        self._enqueue([(self._pairs_address, self._pinned.ptr, PAIR_BYTES * count)])
         self._num_sums = count
         self._block_bytes = block_bytes
         return self._pairs_address, self._pairs_address + 8 * count
@@ -182,7 +183,7 @@ class CupyQueue:
         with self._stream:
             kernel((min(ctas, num_chunks),), (threads,), arguments)
         offset = 8 * count
-        self._copy(self._pinned.ptr + offset, self._pairs_address + offset, 8 * count)
+        self._enqueue([(self._pinned.ptr + offset, self._pairs_address + offset, 8 * count)])
 
     @contextmanager
     def _called(self, doing: str) -> Iterator[None]:

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 IPC_HANDLE_BYTES = 64
 
+Copy = tuple[int, int, int]
+"""(target, source, bytes) of one contiguous copy, in a device's or the host's memory."""
+
 
 class CudaError(TransferError):
     """A call of CUDA failed; the message names the call and CUDA's error.
@@ -51,8 +54,11 @@ class CudaQueue(Protocol):
     the blocks must have been waited for. One thread at a time, which may be any.
     """
 
-    def copy(self, target: int, source: int, num_bytes: int) -> None:
-        """Enqueue one contiguous copy, by a copy engine: it takes no multiprocessor."""
+    def copy(self, copies: Sequence[Copy]) -> None:
+        """Enqueue contiguous copies, each one call of CUDA.
+
+        Copy engines do them, between GPUs or GPU and host: they take no multiprocessor there.
+        """
         ...
 
     def copy_blocks(self, copies: BlockCopies, *, num_ctas: int = 0) -> None:
@@ -75,8 +81,8 @@ class CudaQueue(Protocol):
         """
         ...
 
-    def copy_seconds(self, copies: Sequence[tuple[int, int, int]]) -> float:
-        """Do copies (target, source, bytes) one after another; return the device's time for all."""
+    def copy_seconds(self, copies: Sequence[Copy]) -> float:
+        """Do copies one after another; return the device's time for all."""
         ...
 
     def close(self) -> None:

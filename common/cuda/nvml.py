@@ -9,8 +9,22 @@ _SUCCESS = 0
 _P2P_OK = 0
 _P2P_NVLINK = 2
 _MAX_LINKS = 18
-_LINK_GIGABYTES_PER_SECOND = {1: 20.0, 2: 25.0, 3: 25.0, 4: 25.0, 5: 50.0}
-"""By the NVLink version, each way; what later ones give is taken as at least that of the last."""
+_SPEED_OF_EACH_LINK = 90
+"""Field ``NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON``."""
+
+
+class _FieldValue(ctypes.Structure):
+    """``nvmlFieldValue_t``; the value of a speed is an unsigned number of MB/s."""
+
+    _fields_ = (
+        ("field_id", ctypes.c_uint),
+        ("scope_id", ctypes.c_uint),
+        ("timestamp", ctypes.c_longlong),
+        ("latency_microseconds", ctypes.c_longlong),
+        ("value_type", ctypes.c_int),
+        ("status", ctypes.c_int),
+        ("value", ctypes.c_ulonglong),
+    )
 
 
 def nvlink_gigabytes_per_second(uuid: str, peer_uuid: str) -> float | None:
@@ -28,8 +42,8 @@ def nvlink_gigabytes_per_second(uuid: str, peer_uuid: str) -> float | None:
         asked = nvml.nvmlDeviceGetP2PStatus(device, peer, _P2P_NVLINK, ctypes.byref(status))
         if asked != _SUCCESS or status.value != _P2P_OK:
             return None
-        rate = sum(_link_rate(nvml, device, link) for link in range(_MAX_LINKS))
-        return rate or None
+        num_links = sum(_is_active(nvml, device, link) for link in range(_MAX_LINKS))
+        return num_links * _link_rate(nvml, device) or None
 
 
 @contextmanager
@@ -54,13 +68,16 @@ def _device(nvml: ctypes.CDLL, uuid: str) -> ctypes.c_void_p | None:
     return device if found == _SUCCESS else None
 
 
-def _link_rate(nvml: ctypes.CDLL, device: ctypes.c_void_p, link: int) -> float:
-    is_active, version = ctypes.c_uint(0), ctypes.c_uint(0)
-    if nvml.nvmlDeviceGetNvLinkState(device, link, ctypes.byref(is_active)) != _SUCCESS:
+def _is_active(nvml: ctypes.CDLL, device: ctypes.c_void_p, link: int) -> bool:
+    state = ctypes.c_uint(0)
+    asked = nvml.nvmlDeviceGetNvLinkState(device, link, ctypes.byref(state))
+    return asked == _SUCCESS and bool(state.value)
+
+
+def _link_rate(nvml: ctypes.CDLL, device: ctypes.c_void_p) -> float:
+    """Return GB/s of one link, 0.0 where the library does not tell."""
+    field = _FieldValue(field_id=_SPEED_OF_EACH_LINK)
+    asked = nvml.nvmlDeviceGetFieldValues(device, 1, ctypes.byref(field))
+    if asked != _SUCCESS or field.status != _SUCCESS:
         return 0.0
-    if not is_active.value:
-        return 0.0
-    if nvml.nvmlDeviceGetNvLinkVersion(device, link, ctypes.byref(version)) != _SUCCESS:
-        return 0.0
-    newest = max(_LINK_GIGABYTES_PER_SECOND)
-    return _LINK_GIGABYTES_PER_SECOND.get(min(version.value, newest), 0.0)
+    return float(field.value & 0xFFFFFFFF) / 1e3

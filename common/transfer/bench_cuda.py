@@ -67,7 +67,7 @@ class Place:
 
     def plain_copy(self, num_bytes: int) -> None:
         """Copy the first bytes of the pools, as any program would over the same mapping."""
-        self.queue.copy(self.address, self.source.address, num_bytes)
+        self.queue.copy([(self.address, self.source.address, num_bytes)])
         self.queue.wait(is_long=num_bytes >= LONG_BYTES)
 
     def check(self, targets: Sequence[int], expected: Sequence[int]) -> None:

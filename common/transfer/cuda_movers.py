@@ -69,10 +69,12 @@ class DirectMover:
                 self._copies.copy_blocks(copies, num_ctas=self._num_ctas)
                 return Moved(1, self._copies.wait(is_long=is_long))
             size = copies.block_bytes
-            for source, target, length in runs.tolist():
-                self._copies.copy(
-                    copies.target + target * size, copies.source + source * size, length * size
-                )
+            self._copies.copy(
+                [
+                    (copies.target + target * size, copies.source + source * size, length * size)
+                    for source, target, length in runs.tolist()
+                ]
+            )
             self._sums.checksum_blocks(copies.source, copies.source_ids, size)
             self._copies.wait(is_long=is_long)
             return Moved(len(runs), self._sums.wait(is_long=False))
@@ -94,10 +96,10 @@ class LayerwiseMover:
     def __init__(self, driver: CudaDriver, device: int, layout: KVLayout) -> None:
         size = layout.plane_elements * layout.element_bytes
         count = layout.num_layers * layout.planes
-        self._offsets = [index * size for index in range(count)]
+        offsets = [index * size for index in range(count)]
         # The last fragment takes the padding with it: checksums cover whole blocks.
-        ends = [*self._offsets[1:], layout.block_bytes]
-        self._sizes = [end - offset for offset, end in zip(self._offsets, ends, strict=True)]
+        ends = [*offsets[1:], layout.block_bytes]
+        self._fragments = [(begin, end - begin) for begin, end in zip(offsets, ends, strict=True)]
         self._copies = driver.queue(device)
         self._sums = driver.queue(device)
 
@@ -110,10 +112,14 @@ class LayerwiseMover:
                 copies.source_ids.tolist(), copies.target_ids.tolist(), strict=True
             ):
                 source, target = copies.source + block * size, copies.target + other * size
-                for offset, num_bytes in zip(self._offsets, self._sizes, strict=True):
-                    self._copies.copy(target + offset, source + offset, num_bytes)
+                self._copies.copy(
+                    [
+                        (target + offset, source + offset, num_bytes)
+                        for offset, num_bytes in self._fragments
+                    ]
+                )
             self._copies.wait(is_long=True)
-            num_calls = len(copies.source_ids) * len(self._offsets)
+            num_calls = len(copies.source_ids) * len(self._fragments)
             return Moved(num_calls, self._sums.wait(is_long=False))
 
     def close(self) -> None:

@@ -107,13 +107,14 @@ class StagedTcpLink:
         size = self._pool.block_bytes
         slots = np.arange(len(sources), dtype=np.int32)
         runs = flowpath_native.align(np.asarray(sources, dtype=np.int32), slots).tolist()
+        window, pool = self._window.address, self._pool.address
         with draining(self._queue):
-            for source, slot, length in runs:
-                self._queue.copy(
-                    self._window.address + slot * size,
-                    self._pool.address + source * size,
-                    length * size,
-                )
+            self._queue.copy(
+                [
+                    (window + slot * size, pool + source * size, length * size)
+                    for source, slot, length in runs
+                ]
+            )
             self._queue.wait(is_long=True)
         return len(runs)
 
@@ -176,6 +177,6 @@ class StagedSink:
         memory = self._window.pool.buffer
         receive([memory[used : used + taken] for _, used, taken in pieces])
         with draining(self._queue):
-            for target, used, taken in pieces:
-                self._queue.copy(target, self._window.address + used, taken)
+            window = self._window.address
+            self._queue.copy([(target, window + used, taken) for target, used, taken in pieces])
             self._queue.wait(is_long=False)

@@ -104,6 +104,22 @@ def test_blocks_are_copied_inside_of_the_pool(num_pages: int) -> None:
     content[targets] = content[sources]
     assert (pool.tensor.cpu().numpy().reshape(13, -1) == content).all()
     assert verify_blocks(pool, targets, report.checksums) is None
-    assert not link.measure().is_flagged
+    assert link.measure().gigabytes_per_second > 0
     link.close()
     pool.close()
+
+
+@pytest.mark.skipif(why_too_few(2) is not None, reason=str(why_too_few(2)))
+def test_the_link_between_two_gpus_has_a_rate_that_a_copy_comes_near_to() -> None:
+    driver = cuda_driver()
+    rate = driver.peer_gigabytes_per_second(0, 1)
+    pools = [DevicePool(64, 1024 * PAGE, device) for device in (0, 1)]
+    driver.enable_peer_access(0, 1)
+    queue = driver.queue(0)
+    copy = (pools[1].address, pools[0].address, pools[0].num_bytes)
+    seconds = min(queue.copy_seconds([copy]) for _ in range(3))
+    share = pools[0].num_bytes / seconds / 1e9 / rate
+    assert 0.5 < share < 1.2, f"a copy reaches {share:.2f} of {rate:.0f} GB/s"
+    queue.close()
+    for pool in pools:
+        pool.close()

@@ -7,13 +7,14 @@ import ctypes
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import flowpath_native
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from common.cuda.driver import IPC_HANDLE_BYTES, BlockCopies, CudaError, CudaQueue
+from common.cuda.driver import IPC_HANDLE_BYTES, BlockCopies, Copy, CudaError, CudaQueue
 from common.cuda.handles import OpenedHandles
 
 GIB = 2**30
@@ -146,9 +147,10 @@ class FakeQueue:
         self._pending: list[Callable[[], None]] = []
         self._sums = np.empty(0, dtype=np.uint64)
 
-    def copy(self, target: int, source: int, num_bytes: int) -> None:
-        self._driver.note(f"copy {num_bytes}")
-        self._pending.append(lambda: self._copy(target, source, num_bytes))
+    def copy(self, copies: Sequence[Copy]) -> None:
+        for copy in copies:
+            self._driver.note(f"copy {copy[2]}")
+            self._pending.append(partial(self._copy, *copy))
 
     def copy_blocks(self, copies: BlockCopies, *, num_ctas: int = 0) -> None:
         self._driver.note(f"copy_blocks {len(copies.source_ids)} ctas {num_ctas}")
@@ -166,7 +168,7 @@ class FakeQueue:
         sums, self._sums = self._sums, np.empty(0, dtype=np.uint64)
         return sums
 
-    def copy_seconds(self, copies: Sequence[tuple[int, int, int]]) -> float:
+    def copy_seconds(self, copies: Sequence[Copy]) -> float:
         for copy in copies:
             self._driver.note("copy_seconds")
             self._copy(*copy)
