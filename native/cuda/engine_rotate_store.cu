@@ -30,7 +30,12 @@ __device__ __forceinline__ Vector load(const u16* from) {
 }
 
 __device__ __forceinline__ void store(u16* to, const Vector& vector) {
-  *reinterpret_cast<uint4*>(to) = vector.whole;
+  // Written out, because the compiler splits the store where two paths meet.
+  const uint4 all = vector.whole;
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};"
+               :
+               : "l"(to), "r"(all.x), "r"(all.y), "r"(all.z), "r"(all.w)
+               : "memory");
 }
 
 __device__ __forceinline__ Angles load(const float* from) {
@@ -112,10 +117,11 @@ extern "C" __global__ void rotate_store(u16* heads, long long token_stride, int 
 
   if (norm != nullptr) {
     const float scale = rsqrtf(squares / HEAD_DIM + epsilon);
+    const Vector low_norm = load(norm + first), high_norm = load(norm + HALF + first);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      a[i] *= scale * to_float(norm[first + i]);
-      b[i] *= scale * to_float(norm[HALF + first + i]);
+      a[i] *= scale * to_float(low_norm.at[i]);
+      b[i] *= scale * to_float(high_norm.at[i]);
     }
   }
   if (!is_value) {
