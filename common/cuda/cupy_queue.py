@@ -69,6 +69,8 @@ class CupyQueue:
         self._block_bytes = 0
         self._num_sums = 0
         self._is_closed = False
+        with self._called("allocating room for block ids"):
+            self._make_room(MIN_PAIRS)
 
     def copy(self, copies: Sequence[Copy]) -> None:
         """Enqueue contiguous copies."""
