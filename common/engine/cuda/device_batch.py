@@ -57,7 +57,7 @@ def to_device(batch: StepBatch, pending_places: Longs, device: torch.device) -> 
         batch.pending_tokens,
         pending_places,
     ]
-    arrays += [batch.positions, batch.slots]
+    arrays += [pending_places, batch.positions, batch.slots]
     for rows in groups:
         if rows is not None:
             arrays += rows.arrays()

@@ -15,20 +15,25 @@ LIBRARY_BYTES = 512 * 2**20
 SAMPLER_BYTES_PER_LOGIT = 64
 """Copies, float64 weights and their sums, sorted values with their ids, and the sort's own room."""
 
-DECODE_TILE = 16
-"""Query rows of one tile in a decode, each with float32 partial results."""
+DECODE_TILES = (16, 128)
+"""Query rows of one tile in a decode: for groups of at most 16 heads, and for more."""
+
+MAX_SPLIT_TILES = 512
+"""More tiles than any GPU runs at a time, over all KV heads."""
 
 
 def float_workspace_bytes(config: ModelConfig, max_num_seqs: int) -> int:
     """Return the room for partial results of decodes that are split over their context.
 
-    A graph of n sequences has up to n tiles for each of them and n * group / 16 more, in every
+    A graph of n sequences has up to n tiles for each of them and n * group / tile more, in every
     head, each with (head_dim + 1) float32 numbers a row.
     """
     group = config.num_heads // config.num_kv_heads
-    tiles = max_num_seqs + -(-max_num_seqs * group // DECODE_TILE) + 64
+    tile = DECODE_TILES[0] if group <= DECODE_TILES[0] else DECODE_TILES[1]
+    tiles = max_num_seqs + -(-max_num_seqs * group // tile)
+    tiles = max(tiles, MAX_SPLIT_TILES // config.num_kv_heads)
     row_bytes = (config.head_dim + 1) * 4
-    return max(MIN_FLOAT_WORKSPACE, config.num_heads * tiles * DECODE_TILE * row_bytes)
+    return max(MIN_FLOAT_WORKSPACE, config.num_heads * tiles * tile * row_bytes)
 
 
 def activation_bytes(
