@@ -73,6 +73,10 @@ async def _serve(settings: Settings, console: Console) -> int:
     specs = plan_processes(settings)
     settings_file = settings.run_dir / "settings.json"
     save_settings(settings, settings_file)
+    supervisor = Supervisor(settings, specs, settings_file, tell)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        loop.add_signal_handler(number, supervisor.stop)
     usual = _TRANSPORTS.get(settings.transport, settings.transport)
     transport = "local (one worker does both)" if settings.combined else usual
     processes = ", ".join(spec.name for spec in specs)
@@ -88,10 +92,6 @@ async def _serve(settings: Settings, console: Console) -> int:
     if settings.cluster_host:
         endpoint = controller_endpoint(settings, load_keys(settings))
         tell(f"  join       --controller '{endpoint}' on other hosts")
-    supervisor = Supervisor(settings, specs, settings_file, tell)
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        loop.add_signal_handler(number, supervisor.stop)
     code = await supervisor.run()
     tell("stopped")
     return code
