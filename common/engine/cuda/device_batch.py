@@ -51,12 +51,7 @@ def to_device(batch: StepBatch, pending_places: Longs, device: torch.device) -> 
     ``pending_places`` says where among the tokens drawn last each pending one is.
     """
     groups = (batch.decodes, batch.fresh, batch.chunks, batch.tail)
-    arrays: list[Array] = [
-        batch.token_ids,
-        batch.sampled_tokens,
-        batch.pending_tokens,
-        pending_places,
-    ]
+    arrays: list[Array] = [batch.token_ids, batch.sampled_tokens, batch.pending_tokens]
     arrays += [pending_places, batch.positions, batch.slots]
     for rows in groups:
         if rows is not None:
