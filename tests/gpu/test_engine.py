@@ -4,6 +4,7 @@ The first run on a machine compiles kernels for minutes.
 """
 
 import math
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,8 +78,10 @@ CASES_OF_KERNELS = [
 def case(request: pytest.FixtureRequest) -> Case:
     found: Case = request.param
     if found.dtype != "float32":
-        pytest.importorskip("flashinfer", reason="FlashInfer is not installed")
-        pytest.importorskip("cupy", reason="CuPy is not installed")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the libraries' own, as they are imported
+            pytest.importorskip("flashinfer", reason="FlashInfer is not installed")
+            pytest.importorskip("cupy", reason="CuPy is not installed")
     return found
 
 
