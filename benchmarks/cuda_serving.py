@@ -70,7 +70,7 @@ def serving(layout: str, arguments: argparse.Namespace) -> Iterator[Cluster]:
         command = [
             *(sys.executable, "-m", "services.cli", "serve"),
             *("--model", str(folder / "model"), "--served-model-name", "dummy"),
-            *("--load-format", "dummy", "--dtype", "bfloat16", "--device", "cuda"),
+            *("--load-format", "dummy", "--dtype", "bfloat16", "--device", arguments.device),
             *("--port", str(arguments.port), "--run-dir", str(folder / "run")),
             *("--log-dir", str(folder / "log"), "--max-model-len", str(arguments.max_model_len)),
             *(["--combined"] if layout == "combined" else ["--prefill", "1", "--decode", "1"]),
@@ -204,6 +204,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--loads", default="serial,burst", help="serial, burst, poisson")
     parser.add_argument("--shape", default="llama-8b", choices=sorted(SHAPES))
     parser.add_argument("--output", type=int, default=OUTPUT, help="output tokens of a request")
+    parser.add_argument("--device", default="cuda")
     parser.add_argument("--port", type=int, default=8400)
     parser.add_argument("--max-model-len", type=int, default=12288)
     parser.add_argument("--name", default=NAME, help="name of the file of results")

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 from tokenizers import Tokenizer
+from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
@@ -60,5 +61,6 @@ def write_dummy_model(folder: Path, shape: str) -> None:
     vocabulary = {f"w{token_id}": token_id for token_id in range(size)}
     tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="w2"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
+    tokenizer.decoder = Fuse()
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "w1"}))

@@ -328,6 +328,11 @@ class Settings(BaseSettings):
         return 1 if self.combined else self.prefill + self.decode
 
     @property
+    def has_weights(self) -> bool:
+        """Whether the weights are those of the model folder."""
+        return self.load_format != "dummy"
+
+    @property
     def process_names(self) -> tuple[str, ...]:
         """Every process of the cluster by its id: controller, gateways, workers."""
         workers = (

@@ -9,11 +9,14 @@ from common.engine.batch import flatten
 from common.engine.decoder import Decoder
 from common.engine.dtype import TORCH_DTYPES
 from common.engine.failure import RowOutcome, RowsFailed
+from common.engine.head import LogitsHead
 from common.engine.interface import DeferredStep, LaunchedStep, StepRow
 from common.engine.kernels import DecoderKernels
+from common.engine.linear import Linear
+from common.engine.random_weights import RandomWeights
 from common.engine.rope import rotary_tables
 from common.engine.sampler import sample
-from common.engine.weights import load_weights
+from common.engine.weights import assemble_weights, load_weights
 from common.errors import ErrorCode, RequestError
 from common.kv.layout import KVLayout
 from common.models.config import ModelConfig
@@ -34,9 +37,12 @@ class CpuEngine:
         layout: KVLayout,
         pool: memoryview | torch.Tensor,
         num_threads: int = 1,
+        *,
+        has_weights: bool = True,
     ) -> None:
         """Load the model; ``pool`` is writable memory of ``layout.block_bytes`` bytes a block.
 
+        Where the folder has no weights (``has_weights`` false), random ones are drawn.
         ModelError where the folder cannot be served, ValueError where pool and layout do not fit
         it. The engine keeps ``pool`` exported as long as it lives.
         """
@@ -47,7 +53,11 @@ class CpuEngine:
         pool_bytes = _as_bytes(pool, layout)
         dtype = TORCH_DTYPES[layout.dtype]
         with torch.inference_mode():
-            weights = load_weights(self.config, dtype)
+            if has_weights:
+                weights = load_weights(self.config, dtype)
+            else:
+                source = RandomWeights(self.config, dtype, torch.device("cpu")).tensor
+                weights = assemble_weights(self.config, source, Linear, LogitsHead)
             tables = rotary_tables(
                 self.config.rope, self.config.head_dim, self.config.max_model_len
             )

@@ -70,17 +70,18 @@ def build_machine(settings: Settings, worker_id: str) -> Machine:
 
 
 def _build_on_cpu(settings: Settings, config: ModelConfig) -> Machine:
-    if settings.load_format == "dummy":
-        raise ConfigError("load_format dummy makes weights on a GPU; there is none in use")
+    has_weights = settings.has_weights
     layout = load_model_layout(config, resolve_dtype(settings.dtype), settings.block_size)
     num_blocks = _num_blocks(settings.kv_bytes or CPU_KV_BYTES, layout)
     pool = KVPool(num_blocks, layout.block_bytes)
     return Machine(
         config=config,
-        model_fingerprint=config.fingerprint(),
+        model_fingerprint=config.fingerprint(has_weights=has_weights),
         layout=layout,
         pool=pool,
-        engine=CpuEngine(config.folder, layout, pool.buffer, settings.num_threads),
+        engine=CpuEngine(
+            config.folder, layout, pool.buffer, settings.num_threads, has_weights=has_weights
+        ),
         max_num_batched_tokens=settings.max_num_batched_tokens or CPU_BATCHED_TOKENS,
         max_num_seqs=settings.max_num_seqs or CPU_SEQS,
     )
@@ -121,7 +122,7 @@ def _build_on_gpu(settings: Settings, config: ModelConfig, place: GpuPlace) -> M
     )
     return Machine(
         config=config,
-        model_fingerprint=config.fingerprint(has_weights=settings.load_format != "dummy"),
+        model_fingerprint=config.fingerprint(has_weights=settings.has_weights),
         layout=layout,
         pool=pool,
         engine=engine,

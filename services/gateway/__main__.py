@@ -90,7 +90,7 @@ async def _serve(settings: Settings, gateway_id: GatewayId) -> None:
         epoch=new_epoch(),
         pid=os.getpid(),
         tokens_endpoint=tokens_endpoint,
-        model_fingerprint=config.fingerprint(),
+        model_fingerprint=config.fingerprint(has_weights=settings.has_weights),
         url=url,
     )
     backend = ClusterBackend(

@@ -1,16 +1,15 @@
 """A model on its device: loaded before the pool exists, so that the pool gets what is left."""
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
 from common.engine.cuda.products import Float32Head, Product
+from common.engine.random_weights import RandomWeights
 from common.engine.weights import (
     DecoderWeights,
     assemble_weights,
-    expected_tensors,
     read_weights,
 )
 from common.errors import ConfigError
@@ -22,8 +21,6 @@ DTYPES = {
     "float16": torch.float16,
 }
 LoadFormat = Literal["auto", "dummy"]
-DUMMY_SEED = 20
-DUMMY_BIAS = 0.02
 
 CudaWeights = DecoderWeights[Product, Float32Head]
 
@@ -54,26 +51,8 @@ class CudaModel:
         kind = DTYPES[dtype]
         with torch.inference_mode():
             if load_format == "dummy":
-                source = _Random(config, kind, device).tensor
+                source = RandomWeights(config, kind, device).tensor
                 weights = assemble_weights(config, source, Product, Float32Head)
             else:
                 weights = read_weights(config, kind, device, Product, Float32Head)
         return cls(config, dtype, device, weights)
-
-
-class _Random:
-    """Draws weights that keep the size of what passes through them; the same in every process."""
-
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
-        self._shapes = expected_tensors(config)
-        self._dtype = dtype
-        self._device = device
-        self._generator = torch.Generator(device).manual_seed(DUMMY_SEED)
-
-    def tensor(self, name: str) -> torch.Tensor:
-        shape = self._shapes[name]
-        tensor = torch.empty(shape, dtype=self._dtype, device=self._device)
-        if name.endswith("norm.weight"):
-            return tensor.fill_(1.0)
-        spread = DUMMY_BIAS if len(shape) == 1 else 1 / math.sqrt(shape[1])
-        return tensor.normal_(std=spread, generator=self._generator)
