@@ -152,7 +152,7 @@ class Settings(BaseSettings):
         0,
         ge=0,
         description="Token budget of one engine step, a multiple of block_size; 0 is 512 on a CPU "
-        "and 8192 on a GPU.",
+        "and 2048 on a GPU.",
     )
     max_num_seqs: int = Field(
         0,

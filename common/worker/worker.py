@@ -9,6 +9,7 @@ order, before the next event is looked at.
 import asyncio
 from collections.abc import Iterable
 from concurrent.futures import Executor
+from contextlib import suppress
 from time import monotonic
 from typing import assert_never
 
@@ -74,6 +75,7 @@ from common.worker.stepping import StepPipeline
 log = structlog.get_logger()
 
 TICK_SECONDS = 0.05
+REST_SECONDS = 0.5
 RENEWALS_PER_LEASE = 4
 
 
@@ -102,7 +104,6 @@ class HybridWorker:
         self._role: Role | None = None
         self._is_draining = False
         self._is_quarantined = False
-        self._is_idle_checked = False
 
     def attach(
         self,
@@ -401,25 +402,28 @@ class HybridWorker:
                 plan, effects = self._scheduler.plan()
                 self.execute(effects)
                 if plan is None and self._steps.is_idle:
-                    self._check_idle()
-                    await self._wake.wait()
+                    await self._rest()
                     clock.start()
                     continue
-                self._is_idle_checked = False
                 clock.hand_over(plan)
                 for finished in clock.take_over(await self._steps.turn(plan)):
                     self.execute(self._scheduler.finish_step(finished.plan, finished.results))
 
-    def _check_idle(self) -> None:
-        """Check the books while nothing runs; a wrong sum quarantines the worker."""
-        if self._is_idle_checked or self._is_quarantined:
-            return
-        self._is_idle_checked = True
-        try:
-            self._blocks.validate()
-        except InvariantViolationError as error:
-            self._is_quarantined = True
-            log.critical("quarantined", reason=str(error))
+    async def _rest(self) -> None:
+        """Wait for something to do; meanwhile check the books, once nothing has come for a while.
+
+        That takes milliseconds in a large pool, which nobody is to wait for.
+        """
+        with suppress(TimeoutError):
+            async with asyncio.timeout(REST_SECONDS):
+                await self._wake.wait()
+        if not self._wake.is_set() and not self._is_quarantined:
+            try:
+                self._blocks.validate()
+            except InvariantViolationError as error:
+                self._is_quarantined = True
+                log.critical("quarantined", reason=str(error))
+        await self._wake.wait()
 
     async def tick(self) -> None:
         """Notice and renew leases for ever."""

@@ -202,3 +202,19 @@ async def test_what_a_drain_cannot_finish_in_time_ends_by_name(tmp_path: Path) -
         assert failed.code is ErrorCode.SHUTTING_DOWN
         worker.steps.open()
         await worker.idle()
+
+
+async def test_books_that_do_not_add_up_quarantine_a_worker_at_rest(tmp_path: Path) -> None:
+    async with harness(tmp_path) as cluster:
+        worker = await cluster.start_worker("combined", Role.COMBINED)
+        cluster.place("r", PROMPT, GREEDY, prefill="combined", decode=None)
+        await cluster.answer("r")
+        await worker.idle()
+        assert worker.hybrid.why_refuse() is None
+        worker.blocks._num_holders[0] += 1
+        await cluster.board.wait_for(
+            "the worker looked at its books", lambda: worker.hybrid.why_refuse() is not None
+        )
+        cluster.place("s", PROMPT, GREEDY, prefill="combined", decode=None)
+        failed = await cluster.heard("combined", RequestFailed, "s")
+        assert (failed.code, failed.message) == (ErrorCode.NO_WORKER, "combined is quarantined")
