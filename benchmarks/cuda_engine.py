@@ -2,7 +2,8 @@
 
 Prefills are one step each. ``alone`` is the time from launch to collect with nothing else to do;
 ``steady`` is the time of a step when the next is always launched before the last is collected, and
-``host`` the part of it that the host spends in ``launch``. Milliseconds, medians.
+``host`` the part of it that the host spends in ``launch``. ``replay`` is a decode graph again and
+again without a host. Milliseconds, medians.
 """
 
 import argparse
@@ -71,6 +72,7 @@ DECODES: dict[tuple[int, int], float | None] = {
 }
 NUM_PREFILLS = 7
 NUM_DECODES = 60
+NUM_REPLAYS = 20
 SKIPPED_DECODES = 10
 GREEDY = SamplingParams(seed=0, max_tokens=1_000_000, temperature=0.0)
 SAMPLED = SamplingParams(seed=1, max_tokens=1_000_000, temperature=0.8, top_p=0.95)
@@ -188,6 +190,7 @@ def bench_prefills(bench: Bench) -> list[dict[str, Cell]]:
         alone = measure_alone(bench, rows, NUM_PREFILLS)
         steady, host = measure_steady(bench, partial(_same, rows), NUM_PREFILLS, 2)
         found.append(_row("prefill", 1, count, (alone, steady, host), target))
+        found[-1]["replay_ms"] = ""
         print_table(found[-1:])
     return found
 
@@ -205,8 +208,30 @@ def bench_decodes(bench: Bench, params: SamplingParams, name: str) -> list[dict[
         )
         aim = target if params is GREEDY else None
         found.append(_row(name, batch, context, (alone, steady, host), aim))
+        found[-1]["replay_ms"] = replay_ms(bench, batch) or ""
         print_table(found[-1:])
     return found
+
+
+def replay_ms(bench: Bench, batch: int) -> float | None:
+    """Return the device's time of the decode graph that ran last, again and again without a host.
+
+    None without graphs.
+    """
+    graphs = bench.engine._graphs  # noqa: SLF001 - what the engine itself does not offer
+    if graphs is None:
+        return None
+    size = min(size for size in graphs._graphs if size >= batch)  # noqa: SLF001
+    graph = graphs._graphs[size].graph  # noqa: SLF001
+    # torch's own stubs leave events without types.
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    graph.replay()
+    begin.record()
+    for _ in range(NUM_REPLAYS):
+        graph.replay()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / NUM_REPLAYS
 
 
 def _row(
