@@ -4,6 +4,11 @@ import platform
 from pathlib import Path
 
 
+def host_name(host: str) -> str:
+    """Return the host's own name in what ``host_id`` returned there."""
+    return host.partition("/")[0]
+
+
 def host_id() -> str:
     """Return a name that two processes share only when each sees the other's process ids.
 

@@ -32,7 +32,8 @@ class WorkerHello:
     """Worker → controller, first message and after every fence.
 
     The controller answers ``WorkerAccepted`` or ``HelloRefused``. A repeat with the same epoch is
-    safe and is answered again; another epoch replaces the old incarnation, whose requests fail.
+    safe and is answered again; another epoch of the same process, or of one that has ended or is
+    silent, replaces the old incarnation, whose requests fail.
     """
 
     peer: PeerInfo
@@ -61,13 +62,16 @@ class WorkerAccepted:
 class HelloRefused:
     """Controller → worker or gateway: not registered, with both values of the field at fault.
 
-    The process logs the reason and exits with an error; trying again unchanged is useless.
+    The process logs the reason and exits with an error; trying again unchanged is useless. But
+    where ``retry_seconds`` is set, it says hello for so long after its first refusal: the name is
+    another process's, which may have ended without a word.
     """
 
     field: Name
     expected: Text
     actual: Text
     message: Text
+    retry_seconds: Seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRUCT)
@@ -150,6 +154,7 @@ class GatewayHello:
     gateway_id: GatewayId
     epoch: EpochNumber
     pid: Count
+    host: Name
     tokens_endpoint: Endpoint
     model_fingerprint: Fingerprint
     url: Text

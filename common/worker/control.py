@@ -6,7 +6,6 @@ from time import monotonic
 
 import structlog
 
-from common.errors import ConfigError
 from common.messages.control import (
     Cancel,
     ControllerToWorker,
@@ -25,6 +24,7 @@ from common.messages.control import (
     WorkerHello,
     WorkerToController,
 )
+from common.transport.hello import RefusedHello
 from common.transport.sockets import DealerLink
 
 log = structlog.get_logger()
@@ -57,6 +57,8 @@ class ControlLink:
         self._on_order = on_order
         self._heartbeat_seconds = HELLO_RETRY_SECONDS
         self._is_registered = False
+        self._is_new_controller = False
+        self._refusal = RefusedHello("worker")
         self._accepted = asyncio.Event()
         self._answered_at = monotonic()
 
@@ -74,18 +76,12 @@ class ControlLink:
             message = received.message
             match message:
                 case WorkerAccepted():
-                    self._is_registered = True
-                    self._heartbeat_seconds = message.heartbeat_seconds
-                    self._accepted.set()
-                    log.info("registered", role=message.role, num_peers=len(message.peers))
-                    self._on_order(message, ())
+                    self._accept(message)
                 case HelloRefused():
-                    raise ConfigError(
-                        f"the controller refused this worker: {message.field} is "
-                        f"{message.actual}, expected {message.expected}: {message.message}"
-                    )
+                    self._refusal.refused(message)
                 case HelloRequested():
                     if message.epoch == self._hello.peer.epoch:
+                        self._is_new_controller = True
                         self._link.try_send(self._hello, "hello requested")
                 case Fenced():
                     if message.epoch == self._hello.peer.epoch:
@@ -101,6 +97,17 @@ class ControlLink:
                     | PeerLeft()
                 ):
                     self._on_order(message, received.payload)
+
+    def _accept(self, message: WorkerAccepted) -> None:
+        """Take a registration; hellos that had to wait are answered too, and told of once."""
+        if not self._is_registered or self._is_new_controller:
+            log.info("registered", role=message.role, num_peers=len(message.peers))
+        self._is_registered = True
+        self._is_new_controller = False
+        self._refusal.accepted()
+        self._heartbeat_seconds = message.heartbeat_seconds
+        self._accepted.set()
+        self._on_order(message, ())
 
     async def beat(self) -> None:
         """Say hello until accepted, then send heartbeats for ever."""

@@ -1,8 +1,10 @@
 """Whether a process that says hello fits the cluster."""
 
+from common.config.host import host_name
 from common.messages.control import GatewayHello, HelloRefused, WorkerHello
 from services.controller.effects import PeerKey
-from services.controller.members import Members
+from services.controller.limits import ControllerLimits
+from services.controller.members import GatewayRecord, Members, Process, WorkerRecord
 
 
 def check_worker(members: Members, sender: PeerKey, hello: WorkerHello) -> HelloRefused | None:
@@ -42,6 +44,38 @@ def check_gateway(members: Members, sender: PeerKey, hello: GatewayHello) -> Hel
     )
 
 
+def check_name(
+    holder: WorkerRecord | GatewayRecord,
+    process: Process,
+    limits: ControllerLimits,
+    now: float,
+) -> HelloRefused | None:
+    """Return the refusal of a process whose name another living one holds, or None.
+
+    The same process in a new epoch, and the successor of a silent one, take the name over. A
+    holder whose process is known to be gone is no member any more.
+    """
+    if holder.process == process or now - holder.last_seen > limits.death_seconds:
+        return None
+    name, (host, pid) = holder.key[0], holder.process
+    kind, field = (
+        ("worker", "worker_id")
+        if isinstance(holder, WorkerRecord)
+        else (
+            "gateway",
+            "gateway_id",
+        )
+    )
+    return HelloRefused(
+        field=field,
+        expected="a free name",
+        actual=name,
+        message=f"the name {name} is taken by {host_name(host)} pid {pid}; "
+        f"give this {kind} another one with --worker-id",
+        retry_seconds=limits.death_seconds,
+    )
+
+
 def _check_gateways(members: Members, hello: WorkerHello) -> HelloRefused | None:
     gateway = next(iter(members.gateways.values()), None)
     if gateway is None or gateway.hello.model_fingerprint == hello.model_fingerprint:
@@ -56,4 +90,6 @@ def _check_gateways(members: Members, hello: WorkerHello) -> HelloRefused | None
 
 def _refusal(field: str, expected: str, actual: str, why: str) -> HelloRefused:
     message = f"{field} is {actual}, the cluster's is {expected}: {why}"
-    return HelloRefused(field=field, expected=expected, actual=actual, message=message)
+    return HelloRefused(
+        field=field, expected=expected, actual=actual, message=message, retry_seconds=0.0
+    )

@@ -17,6 +17,7 @@ from common.messages.control import (
     Goodbye,
     Heartbeat,
     HeartbeatAnswered,
+    HelloRefused,
     HelloRequested,
     PeerJoined,
     PeerLeft,
@@ -29,7 +30,7 @@ from common.messages.control import (
     WorkerHello,
 )
 from common.messages.fields import Role
-from services.controller.admission import check_gateway, check_worker
+from services.controller.admission import check_gateway, check_name, check_worker
 from services.controller.dispatcher import Dispatcher, Refusal, refuse
 from services.controller.effects import (
     CoreEvent,
@@ -48,7 +49,7 @@ from services.controller.limits import ControllerLimits
 from services.controller.liveness import Life, life_of
 from services.controller.members import GatewayRecord, Members, WorkerRecord
 from services.controller.request_book import RequestBook
-from services.controller.strangers import Strangers
+from services.controller.strangers import LOG_AGAIN_SECONDS, TELL_AGAIN_SECONDS, Strangers
 
 
 class ControllerCore:
@@ -64,7 +65,8 @@ class ControllerCore:
         self._limits = limits
         self._dispatcher = Dispatcher(self.members, self.book, limits)
         self._lifecycle = RequestLifecycle(self.book, limits)
-        self._strangers = Strangers()
+        self._strangers = Strangers(TELL_AGAIN_SECONDS)
+        self._refused = Strangers(LOG_AGAIN_SECONDS)
         self._progress_at = now
 
     def handle(self, event: CoreEvent, now: float) -> list[Effect]:
@@ -232,18 +234,27 @@ class ControllerCore:
             ]
         return effects
 
+    def _refuse(self, key: PeerKey, refused: HelloRefused, cause: str, now: float) -> list[Effect]:
+        """Refuse a hello each time it comes, and log it once in a while."""
+        effects: list[Effect] = [Send(key, refused, cause)]
+        if self._refused.note_if_due(key, now):
+            facts: tuple[Fact, ...] = (("sender", key[0]), ("reason", refused.message))
+            effects.insert(0, Note("hello_refused", cause, facts=facts, level="error"))
+        return effects
+
     # ---- workers ---------------------------------------------------------------------------
 
     def _worker_hello(
         self, key: PeerKey, envelope: Envelope, hello: WorkerHello, now: float
     ) -> list[Effect]:
         cause = _cause(envelope, hello)
-        if (refused := check_worker(self.members, key, hello)) is not None:
-            facts: tuple[Fact, ...] = (("worker", key[0]), ("reason", refused.message))
-            note = Note("hello_refused", cause, facts=facts, level="error")
-            return [note, Send(key, refused, cause)]
-        effects: list[Effect] = []
+        refused = check_worker(self.members, key, hello)
         known = self.members.worker_named(key[0])
+        if refused is None and known is not None:
+            refused = check_name(known, (hello.peer.host, hello.peer.pid), self._limits, now)
+        if refused is not None:
+            return self._refuse(key, refused, cause, now)
+        effects: list[Effect] = []
         if known is not None and known.key != key:
             told = f"worker {key[0]} was started anew"
             effects += self._lose_worker(known, ErrorCode.WORKER_DIED, told, cause, now)
@@ -323,12 +334,13 @@ class ControllerCore:
         self, key: PeerKey, hello: GatewayHello, cause: str, now: float
     ) -> list[Effect]:
         facts: tuple[Fact, ...] = (("gateway", key[0]), ("pid", hello.pid), ("url", hello.url))
-        if (refused := check_gateway(self.members, key, hello)) is not None:
-            facts = (*facts, ("reason", refused.message))
-            note = Note("hello_refused", cause, facts=facts, level="error")
-            return [note, Send(key, refused, cause)]
-        effects: list[Effect] = []
+        refused = check_gateway(self.members, key, hello)
         known = self.members.gateway_named(key[0])
+        if refused is None and known is not None:
+            refused = check_name(known, (hello.host, hello.pid), self._limits, now)
+        if refused is not None:
+            return self._refuse(key, refused, cause, now)
+        effects: list[Effect] = []
         if known is not None and known.key != key:
             effects += self._lose_gateway(known, "it was started anew", cause, now)
         if key not in self.members.gateways:
@@ -364,7 +376,7 @@ class ControllerCore:
         cause = "tick"
         effects: list[Effect] = []
         for worker in list(self.members.workers.values()):
-            is_local = worker.peer.host == self.members.host
+            is_local = self.members.is_local(worker)
             is_gone = is_local and worker.peer.pid in gone_pids
             life = life_of(now - worker.last_seen, self._limits, is_local=is_local, is_gone=is_gone)
             if life.is_dead:
@@ -375,9 +387,10 @@ class ControllerCore:
                 worker.is_suspect = life is Life.SUSPECT
                 effects += _state_changed(worker, before, cause)
         for gateway in list(self.members.gateways.values()):
-            is_gone = gateway.is_local and gateway.hello.pid in gone_pids
+            is_local = self.members.is_local(gateway)
+            is_gone = is_local and gateway.hello.pid in gone_pids
             life = life_of(
-                now - gateway.last_seen, self._limits, is_local=gateway.is_local, is_gone=is_gone
+                now - gateway.last_seen, self._limits, is_local=is_local, is_gone=is_gone
             )
             if life.is_dead:
                 effects += self._lose_gateway(gateway, life.reason, cause, now)

@@ -11,6 +11,9 @@ from services.controller.policy.placement import WorkerView
 
 MAX_DEAD_KEPT = 4096
 
+Process = tuple[str, int]
+"""A process of the cluster: its ``host_id()`` and its id there."""
+
 
 @dataclass(slots=True)
 class WorkerRecord:
@@ -43,6 +46,11 @@ class WorkerRecord:
     def key(self) -> PeerKey:
         """Its incarnation."""
         return (self.peer.worker_id, self.peer.epoch)
+
+    @property
+    def process(self) -> Process:
+        """Which process it is."""
+        return (self.peer.host, self.peer.pid)
 
     @property
     def state(self) -> WorkerState:
@@ -89,9 +97,9 @@ class GatewayRecord:
         return (self.hello.gateway_id, self.hello.epoch)
 
     @property
-    def is_local(self) -> bool:
-        """Whether its process id means something here."""
-        return self.hello.tokens_endpoint.startswith("ipc://")
+    def process(self) -> Process:
+        """Which process it is."""
+        return (self.hello.host, self.hello.pid)
 
 
 @dataclass(slots=True)
@@ -110,6 +118,10 @@ class Members:
     def gateway_named(self, gateway_id: str) -> GatewayRecord | None:
         """Return the live incarnation of a gateway."""
         return next((g for key, g in self.gateways.items() if key[0] == gateway_id), None)
+
+    def is_member(self, key: PeerKey) -> bool:
+        """Whether this incarnation is registered."""
+        return key in self.workers or key in self.gateways
 
     def ready_workers(self) -> Iterator[WorkerRecord]:
         """Yield the workers that may get new work."""
@@ -136,14 +148,12 @@ class Members:
 
     def is_local(self, member: WorkerRecord | GatewayRecord) -> bool:
         """Whether the member's process runs where we see its process id."""
-        if isinstance(member, GatewayRecord):
-            return member.is_local
-        return member.peer.host == self.host
+        return member.process[0] == self.host
 
     def local_pids(self) -> frozenset[int]:
         """Return the process ids whose life can be watched here."""
-        workers = {w.peer.pid for w in self.workers.values() if self.is_local(w)}
-        return frozenset(workers | {g.hello.pid for g in self.gateways.values() if g.is_local})
+        members = (*self.workers.values(), *self.gateways.values())
+        return frozenset(one.process[1] for one in members if self.is_local(one))
 
     def validate(self) -> None:
         """Check that keys and names fit. Raises AssertionError: a bug of ours."""

@@ -15,10 +15,12 @@ from common.messages.codec import Codec, Received
 from common.messages.control import (
     ControllerToGateway,
     ControllerToWorker,
+    GatewayHello,
     GatewayToController,
     RequestFailed,
     RequestPlaced,
     RequestRefused,
+    WorkerHello,
     WorkerToController,
 )
 from common.telemetry.exposition import metrics_served
@@ -107,6 +109,10 @@ class ControllerServer:
 
     async def _receive_control(self) -> None:
         async for received in self._control.received():
+            envelope = received.envelope
+            is_hello = isinstance(received.message, WorkerHello | GatewayHello)
+            if is_hello and not self.core.members.is_member((envelope.sender, envelope.epoch)):
+                self._look_at_processes()  # a name is free once its holder's process is gone
             self._handle(MessageReceived(received))
 
     async def _receive_admin(self) -> None:
@@ -127,8 +133,7 @@ class ControllerServer:
 
     async def _tick(self) -> None:
         while not self._stopped.is_set():
-            gone = self._watch.gone_of(self.core.members.local_pids())
-            self._handle(Tick(gone))
+            self._look_at_processes()
             if self._metrics_port is not None:
                 report = status_report(self.core, time.monotonic())
                 self._snapshots.take(report, self.core.book.num_queued)
@@ -137,6 +142,9 @@ class ControllerServer:
                     await self._stopped.wait()
             except TimeoutError:
                 continue
+
+    def _look_at_processes(self) -> None:
+        self._handle(Tick(self._watch.gone_of(self.core.members.local_pids())))
 
     def _handle(self, event: CoreEvent) -> None:
         """Hand one event to the core and carry its effects out, those of their failures too."""

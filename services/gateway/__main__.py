@@ -15,6 +15,7 @@ import uvloop
 
 from common.config.api_key_file import load_api_keys
 from common.config.folders import prepare_run_dir
+from common.config.host import host_id
 from common.config.program import run_program
 from common.config.settings import Settings
 from common.errors import ConfigError
@@ -89,6 +90,7 @@ async def _serve(settings: Settings, gateway_id: GatewayId) -> None:
         gateway_id=gateway_id,
         epoch=new_epoch(),
         pid=os.getpid(),
+        host=host_id(),
         tokens_endpoint=tokens_endpoint,
         model_fingerprint=config.fingerprint(has_weights=settings.has_weights),
         url=url,

@@ -8,7 +8,7 @@ from time import monotonic
 import numpy as np
 import structlog
 
-from common.errors import ConfigError, ErrorCode, RemoteProtocolError, RequestError
+from common.errors import ErrorCode, RemoteProtocolError, RequestError
 from common.ids import GatewayId, RequestId, new_epoch
 from common.messages.codec import Codec
 from common.messages.control import (
@@ -33,6 +33,7 @@ from common.messages.tokens import StreamFailed, TokensGenerated, WorkerToGatewa
 from common.messages.tokens import TokenDelta as WireDelta
 from common.sampling import SamplingParams
 from common.transport.channels import CONTROL, TOKENS
+from common.transport.hello import RefusedHello
 from common.transport.sockets import Context, DealerLink, Identity, RouterHub
 from services.gateway.backend import PromptDone, ServedModel, TokenDelta
 from services.gateway.ordering import StreamOrder
@@ -213,6 +214,7 @@ class ClusterBackend:
         self._heard_at = monotonic()
         self._heartbeat_seconds = HELLO_RETRY_SECONDS
         self._is_registered = False
+        self._refusal = RefusedHello("gateway")
 
     def _connect(self) -> DealerLink[GatewayToController, ControllerToGateway]:
         return DealerLink(
@@ -320,17 +322,17 @@ class ClusterBackend:
     def _on_control(self, message: ControllerToGateway) -> None:
         match message:
             case GatewayAccepted():
+                if not self._is_registered:
+                    log.info("registered")
                 self._is_registered = True
+                self._refusal.accepted()
                 self._heartbeat_seconds = message.heartbeat_seconds
-                log.info("registered")
             case HelloRefused():
-                raise ConfigError(
-                    f"the controller refused this gateway: {message.field} is {message.actual}, "
-                    f"expected {message.expected}: {message.message}"
-                )
+                self._refusal.refused(message)
             case HelloRequested():
                 for orphaned in self._submissions.values():
                     orphaned.orphan()
+                self._is_registered = False
                 self._control.try_send(self._hello, "hello requested")
             case Fenced():
                 self._begin_anew(message.message)

@@ -350,6 +350,7 @@ async def running_rig(folder: Path) -> AsyncIterator[Rig]:
         gateway_id=GatewayId("g"),
         epoch=new_epoch(),
         pid=1,
+        host="here",
         tokens_endpoint=endpoints["tokens"],
         model_fingerprint=MODEL,
         url="http://here",

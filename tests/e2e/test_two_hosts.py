@@ -1,6 +1,7 @@
 """A cluster over two hosts: the same answers, over slow and cut links, and for nobody unknown."""
 
 import asyncio
+import platform
 import re
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -259,6 +260,37 @@ async def test_a_key_that_is_taken_back_is_refused_by_the_next_controller(
     await light.wait_logged(b, "gateway-0", "handshake_refused")
     await _assert_nobody_is_known(light)
     assert len(light.logged(b, "gateway-0", "registered")) == 1
+
+
+async def test_a_second_worker_of_a_name_ends_by_name_and_disturbs_nobody(
+    light: HostedCluster,
+) -> None:
+    a, b = light.cable.a, light.cable.b
+    light.start(a, "controller")
+    light.start(a, "decode-0")
+    await light.wait_logged(a, "decode-0", "registered")
+    first = light.programs.pop("decode-0")
+    second = light.start(b, "decode-0")
+    assert await light.ended("decode-0") == EXIT_CONFIG_ERROR
+    assert f"the name decode-0 is taken by {platform.node()} pid {first.popen.pid}" in second.output
+    assert "--worker-id" in second.output
+    light.programs["decode-0"] = first
+    assert len(light.logged(a, "decode-0", "registered")) == 1
+    assert light.logged(a, "decode-0", "fenced") == []
+    await light.stop("decode-0", "controller")
+
+
+async def test_a_worker_that_is_killed_on_the_other_host_is_back_after_its_silence(
+    light: HostedCluster,
+) -> None:
+    a, b = light.cable.a, light.cable.b
+    light.start(a, "controller")
+    light.start(b, "decode-0")
+    await light.wait_logged(b, "decode-0", "registered")
+    await light.kill("decode-0")
+    light.start(b, "decode-0")
+    await light.wait_logged(b, "decode-0", "registered", number=2)
+    await light.stop("decode-0", "controller")
 
 
 async def test_a_host_without_its_key_ends_and_says_how_to_make_one(light: HostedCluster) -> None:

@@ -50,6 +50,7 @@ class ScriptedCluster:
             gateway_id=GATEWAY,
             epoch=new_epoch(),
             pid=1,
+            host="here",
             tokens_endpoint=tokens,
             model_fingerprint="0123456789abcdef",
             url="http://here",

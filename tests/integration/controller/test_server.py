@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import platform
 import signal
 import stat
 import subprocess
@@ -30,6 +31,7 @@ from common.messages.control import (
     GatewayHeartbeat,
     GatewayToController,
     HeartbeatAnswered,
+    HelloRefused,
     HelloRequested,
     PeerLeft,
     PlaceRequest,
@@ -208,6 +210,33 @@ async def test_a_killed_worker_is_known_everywhere_in_well_under_a_second(
         assert (failed.request_id, failed.code) == ("r", "worker_died")
         await prefill.hear(Cancel)
         assert seconds < 1.0
+    child.wait()
+    assert child.stdin is not None
+    child.stdin.close()
+
+
+async def test_a_name_is_its_process_s_until_that_is_killed_and_then_free_at_once(
+    settings: Settings,
+) -> None:
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    mine = host_id()
+    async with (
+        controller(settings),
+        as_worker(settings, "d0", 1) as first,
+        as_worker(settings, "d0", 2) as second,
+    ):
+        first.say(worker_hello("d0", Role.DECODE, 1, pid=child.pid, host=mine))
+        await first.hear(WorkerAccepted)
+        claim = worker_hello("d0", Role.DECODE, 2, pid=os.getpid(), host=mine)
+        second.say(claim)
+        refused, _ = await second.hear(HelloRefused)
+        assert f"taken by {platform.node()} pid {child.pid}" in refused.message
+        child.kill()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # a zombie: nobody reaped it
+        killed_at = monotonic()
+        second.say(claim)
+        await second.hear(WorkerAccepted)
+        assert monotonic() - killed_at < 0.1, "its successor waits for nothing"
     child.wait()
     assert child.stdin is not None
     child.stdin.close()

@@ -76,12 +76,13 @@ def worker_hello(
 
 
 def gateway_hello(
-    name: str = "g", epoch: int = 1, *, pid: int = 50, model: str = MODEL
+    name: str = "g", epoch: int = 1, *, pid: int = 50, host: str = HOST, model: str = MODEL
 ) -> GatewayHello:
     return GatewayHello(
         gateway_id=GatewayId(name),
         epoch=Epoch(epoch),
         pid=pid,
+        host=host,
         tokens_endpoint=f"ipc:///tmp/{name}.tokens",
         model_fingerprint=model,
         url="http://127.0.0.1:1",

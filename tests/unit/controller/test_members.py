@@ -101,6 +101,50 @@ def test_a_restarted_worker_replaces_its_old_incarnation_at_once() -> None:
     assert sent_names(late) == [("p0", "Fenced")]
 
 
+@pytest.mark.parametrize(("pid", "host"), [(101, "here"), (100, "elsewhere")])
+def test_another_process_is_refused_the_name_of_a_living_worker(pid: int, host: str) -> None:
+    cluster = pair_cluster()
+    cluster.submit("r")
+    effects = cluster.join("p0", Role.PREFILL, epoch=2, pid=pid, host=host)
+    assert sent_names(effects) == [("p0", "HelloRefused")]
+    refused = only(effects, HelloRefused)[0][1]
+    assert isinstance(refused, HelloRefused)
+    assert refused.message == (
+        "the name p0 is taken by here pid 100; give this worker another one with --worker-id"
+    )
+    assert refused.retry_seconds == 1.5
+    assert cluster.phase("r") == "placed"
+    assert cluster.core.members.is_member(("p0", Epoch(1)))
+
+
+def test_a_refused_name_is_logged_once_and_answered_each_time() -> None:
+    cluster = pair_cluster()
+    told = [cluster.join("p0", Role.PREFILL, epoch=2, pid=9) for _ in range(3)]
+    assert [notes(effects) for effects in told] == [["hello_refused"], [], []]
+    assert all(sent_names(effects) == [("p0", "HelloRefused")] for effects in told)
+
+
+def test_a_name_is_free_once_its_holder_is_gone_or_silent() -> None:
+    cluster = pair_cluster()
+    cluster.tick(100)
+    effects = cluster.join("p0", Role.PREFILL, epoch=2, pid=101)
+    assert sent_names(effects)[-1] == ("p0", "WorkerAccepted")
+    cluster.tick(after=1.6)  # its process runs: suspect, not dead
+    assert worker_state(cluster, "p0") is WorkerState.SUSPECT
+    effects = cluster.join("p0", Role.PREFILL, epoch=3, pid=102)
+    assert sent_names(effects)[-1] == ("p0", "WorkerAccepted")
+    assert cluster.core.members.is_member(("p0", Epoch(3)))
+
+
+def test_another_process_is_refused_the_name_of_a_living_gateway() -> None:
+    cluster = pair_cluster()
+    effects = cluster.say("g", gateway_hello("g", 2, host="elsewhere"), epoch=2)
+    assert sent_names(effects) == [("g", "HelloRefused")]
+    cluster.tick(50)
+    effects = cluster.say("g", gateway_hello("g", 2, host="elsewhere"), epoch=2)
+    assert sent_names(effects) == [("g", "GatewayAccepted")]
+
+
 def test_a_worker_whose_process_is_gone_is_dead_at_the_next_tick() -> None:
     cluster = pair_cluster()
     cluster.submit("r")
@@ -221,7 +265,7 @@ def test_a_dead_incarnation_s_queued_messages_are_fenced_once_a_second() -> None
 
 
 def test_no_more_strangers_are_remembered_than_were_told_in_the_last_second() -> None:
-    strangers = Strangers()
+    strangers = Strangers(TELL_AGAIN_SECONDS)
     for number in range(2 * MAX_TOLD_KEPT):
         assert strangers.note_if_due((f"p{number}", Epoch(1)), now=0.0)
     assert len(strangers._told_at) == MAX_TOLD_KEPT
