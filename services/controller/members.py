@@ -152,7 +152,8 @@ class Members:
 
     def local_pids(self) -> frozenset[int]:
         """Return the process ids whose life can be watched here."""
-        members = (*self.workers.values(), *self.gateways.values())
+        members: list[WorkerRecord | GatewayRecord]
+        members = [*self.workers.values(), *self.gateways.values()]
         return frozenset(one.process[1] for one in members if self.is_local(one))
 
     def validate(self) -> None:
