@@ -125,7 +125,8 @@ class LocalScheduler:
             sequence.outputs.append(first.token.token_id)
             sequence.unsent.append(first.token)
         self._adopt_blocks(request.lead, len(new.prompt))
-        self._publish(request.lead)
+        if len(request.sequences) > 1:  # they share what is published
+            self._publish(request.lead)  # else with the first step, which must not wait for it
         return self._begin_decode(request)
 
     def place_locally(self, request_id: RequestId) -> list[Effect]:

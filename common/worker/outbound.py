@@ -54,7 +54,7 @@ from common.messages.handoff import (
     ReserveRefused,
 )
 from common.scheduler.request import LocalRequest
-from common.transfer.backend import TransferBackend
+from common.transfer.backend import TransferBackend, WriteReport
 from common.transport.sockets import DealerLink
 from common.worker.payload import pack_checksums, pack_ids, unpack_ids
 from common.worker.peer_pool import WritablePool
@@ -412,20 +412,15 @@ class OutboundHandoffs:
         assert pool is not None, "a peer that reserved is paired"
         sources = transfer.source_ids[first : first + num_blocks]
         targets = transfer.machine.target_ids[first : first + num_blocks]
+        writing = pool.write(sources, targets, transfer.token)
         self._setup.tasks.create_task(
-            self._write(transfer, pool, sources, targets), name=f"write {transfer.transfer_id}"
+            self._write(transfer, writing), name=f"write {transfer.transfer_id}"
         )
 
-    async def _write(
-        self,
-        transfer: _Transfer,
-        pool: WritablePool,
-        sources: tuple[int, ...],
-        targets: tuple[int, ...],
-    ) -> None:
+    async def _write(self, transfer: _Transfer, writing: asyncio.Future[WriteReport]) -> None:
         event: SenderEvent
         try:
-            report = await pool.write(sources, targets, transfer.token)
+            report = await writing
         except TransferError as error:
             event = WriteFailed(str(error))
         else:

@@ -43,23 +43,22 @@ class WritablePool:
             raise
         return cls(link, rate, own or copier, own)
 
-    async def write(
+    def write(
         self, sources: Sequence[int], targets: Sequence[int], token: bytes
-    ) -> WriteReport:
-        """Write blocks in the thread (see ``PeerLink.write``)."""
-        if self._is_ending:
-            raise TransferError("the peer is gone")
-        self._num_writes += 1
+    ) -> asyncio.Future[WriteReport]:
+        """Start to write blocks in the thread now (see ``PeerLink.write``).
+
+        The thread begins before the caller's own work goes on: a handoff waits for it.
+        """
         loop = asyncio.get_running_loop()
-        try:
-            report = await loop.run_in_executor(
-                self._copier, self._link.write, sources, targets, token
-            )
-        except TransferError:
-            self._written()
-            raise
-        self._written()
-        return report
+        if self._is_ending:
+            refused: asyncio.Future[WriteReport] = loop.create_future()
+            refused.set_exception(TransferError("the peer is gone"))
+            return refused
+        self._num_writes += 1
+        writing = loop.run_in_executor(self._copier, self._link.write, sources, targets, token)
+        writing.add_done_callback(self._written)
+        return writing
 
     def end(self) -> None:
         """Close the pool as soon as no write is in flight."""
@@ -69,8 +68,9 @@ class WritablePool:
             if self._own_copier is not None:
                 self._own_copier.shutdown(wait=False)
 
-    def _written(self) -> None:
-        # Not in a finally: a cancelled task leaves its thread in the middle of the write.
+    def _written(self, writing: asyncio.Future[WriteReport]) -> None:
+        if writing.cancelled():
+            return  # by a task that ended: the thread may be in the middle of the write
         self._num_writes -= 1
         if self._is_ending:
             self.end()

@@ -151,6 +151,7 @@ def test_what_was_taken_over_is_found_by_the_next_prompt() -> None:
     bench = Bench()
     held(bench, "tr-1", prompt(9))
     bench.take_over(new_request("a", prompt(9)), FIRST)
+    bench.step()
     assert bench.blocks.match(prompt(9), 9) == 8
 
 
