@@ -13,6 +13,7 @@ from common.messages.fields import (
     Flag,
     KVCounts,
     Name,
+    Pairs,
     Role,
     Seconds,
     Text,
@@ -28,16 +29,21 @@ class GetStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRUCT)
 class WorkerStatus:
-    """One worker as its last heartbeat told it. ``kv`` and ``load`` are None before the first."""
+    """One worker as its last heartbeat told it. ``kv`` and ``load`` are None before the first.
+
+    ``pairs`` are a prefill worker's, with the decode workers that it knows.
+    """
 
     id: WorkerId
     pid: Count
+    host: Name
     epoch: EpochNumber
     role: Role
     state: WorkerState
     heartbeat_age_seconds: Seconds
     kv: KVCounts | None
     load: WorkerLoad | None
+    pairs: Pairs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRUCT)
@@ -46,8 +52,10 @@ class GatewayStatus:
 
     id: GatewayId
     pid: Count
+    host: Name
     url: Text
     num_streams: Count
+    is_draining: Flag
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRUCT)

@@ -17,6 +17,7 @@ from common.messages.fields import (
     Flag,
     KVCounts,
     Name,
+    Pairs,
     PeerInfo,
     PromptLength,
     Role,
@@ -78,13 +79,15 @@ class HelloRefused:
 class Heartbeat:
     """Worker → controller, every ``heartbeat_seconds``. A missing series means death.
 
-    Repeats are safe: the newest counts.
+    ``pairs`` tells of every decode worker that a prefill worker is, or should be, paired with: the
+    controller places nothing on a pair that does not work. Repeats are safe: the newest counts.
     """
 
     kv: KVCounts
     load: WorkerLoad
     is_draining: Flag
     is_quarantined: Flag
+    pairs: Pairs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRUCT)
@@ -172,6 +175,7 @@ class GatewayHeartbeat:
     """Gateway → controller, every ``heartbeat_seconds``; answered by ``ClusterState``."""
 
     num_streams: Count
+    is_draining: Flag = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRUCT)

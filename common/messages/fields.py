@@ -90,6 +90,23 @@ class PeerInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRUCT)
+class PairStatus:
+    """One decode worker as a prefill worker sees it.
+
+    ``transport`` is how KV moves there, empty while they are not paired. ``reason`` says why
+    nothing should be sent there for now; both are empty while the pairing has just begun.
+    """
+
+    worker_id: Annotated[WorkerId, Field(min_length=1, max_length=128)]
+    epoch: EpochNumber
+    transport: Text
+    reason: Text
+
+
+Pairs = Annotated[tuple[PairStatus, ...], Field(max_length=4096)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRUCT)
 class PoolHandle:
     """How a peer on the same host maps a KV pool: an anonymous memory file of its owner.
 

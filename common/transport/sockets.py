@@ -54,7 +54,7 @@ HANDSHAKE_FAILURES = {
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "it closed the connection: its key may be another one "
     "than the endpoint names",
 }
-_WATCHED = sum(HANDSHAKE_FAILURES)  # a set of flags
+_WATCHED = sum(HANDSHAKE_FAILURES) + zmq.EVENT_HANDSHAKE_SUCCEEDED  # a set of flags
 
 
 class Identity:
@@ -126,6 +126,7 @@ class _Wire:
     def __init__(self, context: Context, kind: int, channel: Channel) -> None:
         self.socket: zmq.Socket[bytes] = context.zmq.socket(kind)
         self._monitor: zmq.Socket[bytes] | None = None
+        self.refusal: str | None = None
         self._keys_told: dict[str, str] = {}
         self._tell_again_at = 0.0
         self.socket.setsockopt(zmq.LINGER, 0)
@@ -194,8 +195,8 @@ class _Wire:
             return
         while self._monitor.poll(0):
             event = recv_monitor_message(self._monitor)
-            reason = HANDSHAKE_FAILURES[zmq.Event(event["event"])]
-            if self._loop.time() >= self._tell_again_at:
+            reason = self.refusal = HANDSHAKE_FAILURES.get(zmq.Event(event["event"]))
+            if reason is not None and self._loop.time() >= self._tell_again_at:
                 self._tell_again_at = self._loop.time() + TELL_AGAIN_SECONDS
                 endpoint = event["endpoint"].decode()
                 log.error("handshake_refused", endpoint=endpoint, reason=reason, **self._keys_told)
@@ -286,6 +287,11 @@ class DealerLink(Generic[Out, In]):
                     log.warning("message_refused", channel=self._channel.name, reason=str(error))
                     continue
                 yield received
+
+    @property
+    def refusal(self) -> str | None:
+        """Why the binder's last handshake with us failed; None when it did not, on TCP alone."""
+        return self._wire.refusal
 
     def close(self, linger_seconds: float = 0.0) -> None:
         """Close; messages still queued are sent within ``linger_seconds`` or dropped."""

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from time import monotonic
 
 import structlog
@@ -33,7 +33,7 @@ from common.handoff.events import (
 from common.handoff.sender import HandoffSender, SenderPhase
 from common.ids import Epoch, RequestId, TransferId, WorkerId, new_transfer_id
 from common.messages.codec import Received
-from common.messages.fields import PeerInfo
+from common.messages.fields import PairStatus, PeerInfo
 from common.messages.handoff import (
     Abort,
     Aborted,
@@ -56,8 +56,8 @@ from common.messages.handoff import (
 from common.scheduler.request import LocalRequest
 from common.transfer.backend import TransferBackend, WriteReport
 from common.transport.sockets import DealerLink
+from common.worker.decode_peer import DecodePeer, FailedPairs, PeerKey
 from common.worker.payload import pack_checksums, pack_ids, unpack_ids
-from common.worker.peer_pool import WritablePool
 from common.worker.setup import HandoffSetup
 
 log = structlog.get_logger()
@@ -76,27 +76,12 @@ class TransferTotals:
 
 OnEnded = Callable[[RequestId, WorkerId, Outcome, TransferTotals], None]
 
-PAIRING_SECONDS = 30.0
-"""How long a decode side may take to answer, and its pool to be mapped."""
-
-
-@dataclass(slots=True, eq=False)
-class _Peer:
-    info: PeerInfo
-    link: DealerLink[PrefillToDecode, DecodeToPrefill]
-    lease_seconds: float
-    pairing_deadline: float
-    pool: WritablePool | None = None
-    num_pool_blocks: int = 0
-    is_gone: bool = False
-    unsent: list["_Transfer"] = field(default_factory=list)
-
 
 @dataclass(slots=True, eq=False)
 class _Transfer:
     transfer_id: TransferId
     request: LocalRequest
-    peer: _Peer
+    peer: DecodePeer
     machine: HandoffSender
     source_ids: tuple[int, ...]
     token: bytes = b""
@@ -119,7 +104,8 @@ class OutboundHandoffs:
         self._backends = backends
         self._connect = connect
         self._on_ended = on_ended
-        self._peers: dict[tuple[WorkerId, Epoch], _Peer] = {}
+        self._peers: dict[PeerKey, DecodePeer] = {}
+        self._failed = FailedPairs()
         self._transfers: dict[TransferId, _Transfer] = {}
         self._by_request: dict[RequestId, _Transfer] = {}
 
@@ -131,6 +117,7 @@ class OutboundHandoffs:
 
     def peer_left(self, worker_id: WorkerId, epoch: Epoch, reason: str) -> None:
         """End every handoff with a dead or departed incarnation."""
+        self._failed.discard((worker_id, epoch))
         peer = self._peers.pop((worker_id, epoch), None)
         if peer is None:
             return
@@ -141,16 +128,12 @@ class OutboundHandoffs:
         if peer.pool is not None:
             peer.pool.end()
 
-    def _peer(self, info: PeerInfo) -> _Peer:
+    def _peer(self, info: PeerInfo) -> DecodePeer:
         key = (info.worker_id, info.epoch)
         peer = self._peers.get(key)
         if peer is None:
-            peer = _Peer(
-                info,
-                self._connect(info.handoff_endpoint),
-                self._setup.lease_seconds,
-                monotonic() + PAIRING_SECONDS,
-            )
+            link, now = self._connect(info.handoff_endpoint), monotonic()
+            peer = DecodePeer(info, link, self._setup.lease_seconds, now, now)
             self._peers[key] = peer
             request = PairRequest(
                 peer=self._setup.self_info, model_fingerprint=self._setup.model_fingerprint
@@ -159,7 +142,7 @@ class OutboundHandoffs:
             self._setup.tasks.create_task(self._serve(peer), name=f"handoff to {info.worker_id}")
         return peer
 
-    async def _serve(self, peer: _Peer) -> None:
+    async def _serve(self, peer: DecodePeer) -> None:
         async for received in peer.link.received():
             if received.envelope.epoch != peer.info.epoch:
                 log.warning(
@@ -168,12 +151,13 @@ class OutboundHandoffs:
                     f"{peer.info.epoch}",
                 )
                 continue
+            peer.heard_at = monotonic()
             try:
                 await self._receive(peer, received)
             except ProtocolError as error:
                 log.error("handoff_protocol_error", peer=peer.info.worker_id, reason=str(error))
 
-    async def _receive(self, peer: _Peer, received: Received[DecodeToPrefill]) -> None:
+    async def _receive(self, peer: DecodePeer, received: Received[DecodeToPrefill]) -> None:
         message = received.message
         match message:
             case PairAccepted():
@@ -202,56 +186,27 @@ class OutboundHandoffs:
                     peer.link.try_send(answer, cause=message.transfer_id)
                 self._to_machine(peer, message.transfer_id, AbortReceived(message.reason))
 
-    async def _paired(self, peer: _Peer, accepted: PairAccepted) -> None:
+    async def _paired(self, peer: DecodePeer, accepted: PairAccepted) -> None:
         if peer.pool is not None or peer.is_gone:
             return
-        backend = self._backends.get(accepted.transport)
-        if backend is None:
-            offered = ", ".join(self._backends)
-            self._pairing_failed(peer, f"it chose {accepted.transport}; here is {offered}")
-            return
-        started = monotonic()
-        try:
-            pool = await WritablePool.open(backend, accepted.pool, self._setup.copier)
-        except TransferError as error:
-            self._pairing_failed(peer, str(error))
-            return
-        if peer.is_gone:
-            pool.end()
-            return
-        peer.pool = pool
-        peer.num_pool_blocks = accepted.pool.num_blocks
-        peer.lease_seconds = accepted.lease_seconds
-        log.info(
-            "paired",
-            peer=peer.info.worker_id,
-            transport=accepted.transport,
-            pool_bytes=accepted.pool.num_bytes,
-            gigabytes_per_second=round(pool.rate.gigabytes_per_second, 2),
-            limit_gigabytes_per_second=round(pool.rate.limit_gigabytes_per_second, 2),
-            seconds=round(monotonic() - started, 4),
-        )
-        if pool.rate.is_flagged:
-            log.warning(
-                "slow_link",
-                peer=peer.info.worker_id,
-                share_of_limit=round(pool.rate.ratio, 3),
-                reason="far below what this host gives; see docs/two-hosts.md",
-            )
-        for transfer in peer.unsent:
-            self._send_reserve(transfer)
-        peer.unsent.clear()
+        failure = await peer.open_pool(accepted, self._backends, self._setup.copier)
+        if failure is not None:
+            self._pairing_failed(peer, failure)
+        elif peer.pool is not None:
+            self._failed.discard(peer.key)
+            for transfer_id in peer.unsent:
+                self._send_reserve(self._transfers[transfer_id])
+            peer.unsent.clear()
 
-    def _pairing_failed(self, peer: _Peer, message: str) -> None:
-        log.error("pairing_failed", peer=peer.info.worker_id, reason=message)
-        self._peers.pop((peer.info.worker_id, peer.info.epoch), None)
+    def _pairing_failed(self, peer: DecodePeer, message: str) -> None:
+        self._failed.add(peer.info, message, monotonic())
+        self._peers.pop(peer.key, None)
         peer.is_gone = True
         refused = ReserveRefusedReceived(
             ErrorCode.TRANSFER_FAILED, f"cannot pair with {peer.info.worker_id}: {message}"
         )
-        for transfer in peer.unsent:
-            self._handle(transfer, refused)
-        peer.unsent.clear()
+        for transfer_id in list(peer.unsent):
+            self._handle(self._transfers[transfer_id], refused)
         peer.link.close()
 
     # ---- transfers -------------------------------------------------------------------------------
@@ -273,7 +228,7 @@ class OutboundHandoffs:
             num_blocks=machine.num_blocks,
         )
         if peer.pool is None:
-            peer.unsent.append(transfer)
+            peer.unsent.append(transfer.transfer_id)
         else:
             self._send_reserve(transfer)
 
@@ -292,10 +247,12 @@ class OutboundHandoffs:
     def tick(self, now: float) -> None:
         """Notice expired leases, and peers that do not pair."""
         for peer in [p for p in self._peers.values() if p.pool is None]:
-            if now > peer.pairing_deadline:
-                self._pairing_failed(peer, f"no answer within {PAIRING_SECONDS:g} s")
+            if (reason := peer.why_not_paired(now)) is not None:
+                self._pairing_failed(peer, reason)
+        for info in self._failed.due(now):
+            self._peer(info)
         for transfer in list(self._transfers.values()):
-            if transfer in transfer.peer.unsent:
+            if transfer.transfer_id in transfer.peer.unsent:
                 transfer.machine.renew(now + self._setup.lease_seconds)
             self._execute(transfer, transfer.machine.tick(now))
 
@@ -303,7 +260,7 @@ class OutboundHandoffs:
         """Tell every paired peer which transfers are alive here."""
         alive: dict[int, list[TransferId]] = {id(peer): [] for peer in self._peers.values()}
         for transfer in self._transfers.values():
-            if transfer not in transfer.peer.unsent and not transfer.peer.is_gone:
+            if transfer.transfer_id not in transfer.peer.unsent and not transfer.peer.is_gone:
                 alive[id(transfer.peer)].append(transfer.transfer_id)
         for peer in self._peers.values():
             if peer.pool is not None:
@@ -313,6 +270,10 @@ class OutboundHandoffs:
     def num_open(self) -> int:
         """Handoffs that have not ended."""
         return len(self._transfers)
+
+    def pairs(self) -> tuple[PairStatus, ...]:
+        """Tell with which decode sides this worker is paired, and why not with the others."""
+        return self._failed.report(self._peers, monotonic())
 
     def close(self) -> None:
         """Close all links and mappings. No write may be in flight."""
@@ -346,7 +307,7 @@ class OutboundHandoffs:
             loop = asyncio.get_running_loop()
             loop.call_soon(self.peer_left, info.worker_id, info.epoch, "takes no messages")
 
-    def _reserved(self, peer: _Peer, received: Received[DecodeToPrefill]) -> ReservedReceived:
+    def _reserved(self, peer: DecodePeer, received: Received[DecodeToPrefill]) -> ReservedReceived:
         message = received.message
         assert isinstance(message, Reserved), "called for Reserved alone"
         transfer = self._transfers.get(message.transfer_id)
@@ -359,7 +320,7 @@ class OutboundHandoffs:
             transfer.token = message.token
         return ReservedReceived(tuple(ids), message.num_cached_blocks)
 
-    def _renewed(self, peer: _Peer, message: LeasesRenewed) -> None:
+    def _renewed(self, peer: DecodePeer, message: LeasesRenewed) -> None:
         deadline = monotonic() + peer.lease_seconds
         for transfer_id in message.transfer_ids:
             transfer = self._transfers.get(transfer_id)
@@ -368,7 +329,7 @@ class OutboundHandoffs:
         for transfer_id in message.unknown_ids:
             self._to_machine(peer, transfer_id, AbortReceived(AbortReason.UNKNOWN_TRANSFER))
 
-    def _to_machine(self, peer: _Peer, transfer_id: TransferId, event: SenderEvent) -> None:
+    def _to_machine(self, peer: DecodePeer, transfer_id: TransferId, event: SenderEvent) -> None:
         transfer = self._transfers.get(transfer_id)
         if transfer is not None and transfer.peer is peer:
             self._handle(transfer, event)
@@ -435,8 +396,8 @@ class OutboundHandoffs:
         del self._transfers[transfer.transfer_id]
         if self._by_request.get(transfer.request.request_id) is transfer:
             del self._by_request[transfer.request.request_id]
-        if transfer in transfer.peer.unsent:
-            transfer.peer.unsent.remove(transfer)
+        if transfer.transfer_id in transfer.peer.unsent:
+            transfer.peer.unsent.remove(transfer.transfer_id)
         log.info(
             "handoff_ended",
             request_id=transfer.request.request_id,

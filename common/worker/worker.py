@@ -447,6 +447,7 @@ class HybridWorker:
             load=load,
             is_draining=self._is_draining,
             is_quarantined=self._is_quarantined,
+            pairs=self._outbound.pairs(),
         )
         take_heartbeat(self.metrics, beat)
         return beat

@@ -172,8 +172,9 @@ class ControllerCore:
     ) -> list[Effect]:
         key, cause = gateway.key, _cause(envelope, message)
         match message:
-            case GatewayHeartbeat(num_streams=num_streams):
-                gateway.num_streams = num_streams
+            case GatewayHeartbeat():
+                gateway.num_streams = message.num_streams
+                gateway.is_draining = message.is_draining
                 return [Send(key, self._cluster_state(now), cause)]
             case SubmitRequest():
                 return self._dispatcher.submit(gateway, message, payload, cause, now)
@@ -296,9 +297,12 @@ class ControllerCore:
         worker.is_draining = heartbeat.is_draining
         worker.is_quarantined = heartbeat.is_quarantined
         worker.is_suspect = False
+        pairs = _pairs_changed(worker, heartbeat, cause)
+        worker.take_pairs(heartbeat.pairs)
         answer = Send(worker.key, HeartbeatAnswered(sequence=envelope.sequence), cause)
         return [
             answer,
+            *pairs,
             *_state_changed(worker, before, cause),
             *self._dispatcher.retry_waiting(cause, now),
         ]
@@ -417,6 +421,20 @@ def _state_changed(worker: WorkerRecord, before: str, cause: str) -> list[Effect
         return []
     facts = (("worker", worker.peer.worker_id), ("before", before), ("state", worker.state))
     return [Note("worker_state_changed", cause, facts=facts, level="warning")]
+
+
+def _pairs_changed(worker: WorkerRecord, heartbeat: Heartbeat, cause: str) -> list[Effect]:
+    """Note each pair that stops or begins to work."""
+    return [
+        Note(
+            "pair_broken" if pair.reason else "pair_mended",
+            cause,
+            facts=(("prefill", worker.key[0]), ("decode", pair.worker_id), ("reason", pair.reason)),
+            level="warning" if pair.reason else "info",
+        )
+        for pair in heartbeat.pairs
+        if bool(pair.reason) != bool(worker.trouble_with((pair.worker_id, pair.epoch)))
+    ]
 
 
 def _cause(envelope: Envelope, message: FromPeer) -> str:

@@ -179,13 +179,15 @@ class Dispatcher:
         return placement, num_blocks
 
     def missing_role(self) -> str:
-        """Say which role has no ready worker, or nothing when requests can be placed."""
+        """Say which role has no ready worker, or which pair does not work, if so."""
         if self._members.num_ready(Role.COMBINED):
             return ""
         missing = [
             role for role in (Role.PREFILL, Role.DECODE) if not self._members.num_ready(role)
         ]
-        return f"no {' and no '.join(missing)} worker is ready" if missing else ""
+        if missing:
+            return f"no {' and no '.join(missing)} worker is ready"
+        return self._members.why_unpaired()
 
     def _replace(
         self, record: RequestRecord, placement: Placement, cause: str, now: float
@@ -228,14 +230,20 @@ class Dispatcher:
         self, record: RequestRecord, cause: str, now: float, *, may_ask_again: bool
     ) -> list[Effect]:
         """Try to place a waiting decode: first on those not asked yet, then where room shows."""
+        prefill = self._members.workers[record.prefill]
         workers = [w for w in self._members.workers.values() if w.peer.role is Role.DECODE]
-        if workers and all(_is_excluded(record, worker.key) for worker in workers):
+        if workers and all(_is_excluded(record, prefill, worker.key) for worker in workers):
+            troubles = filter(None, (prefill.trouble_with(worker.key) for worker in workers))
             told = "no decode worker can be paired with its prefill worker"
+            told = ": ".join((told, *list(troubles)[:1]))
             event = machine.DeadlinePassed(ErrorCode.TRANSFER_FAILED, told)
             return self._book.step(record.request_id, event, cause, now)
-        ready = [w for w in self._members.ready_workers() if not _is_excluded(record, w.key)]
+        view = prefill.view()
+        ready = [
+            w for w in self._members.ready_workers() if not _is_excluded(record, prefill, w.key)
+        ]
         unasked = [w.view() for w in ready if w.key not in record.refusals]
-        chosen = choose_decode(unasked, record.num_blocks)
+        chosen = choose_decode(unasked, record.num_blocks, view)
         if chosen is None and may_ask_again:
             free = [
                 worker.view()
@@ -243,7 +251,7 @@ class Dispatcher:
                 if now - record.refusals.get(worker.key, -1e9) >= self._limits.retry_seconds
                 and worker.has_room_now(record.num_blocks)
             ]
-            chosen = choose_decode(free, record.num_blocks)
+            chosen = choose_decode(free, record.num_blocks, view)
         if chosen is None:
             return []
         key = self._key(chosen.worker_id)
@@ -278,8 +286,8 @@ class Dispatcher:
         return worker.key
 
 
-def _is_excluded(record: RequestRecord, decode: PeerKey) -> bool:
-    return record.faults[decode] >= MAX_FAULTS
+def _is_excluded(record: RequestRecord, prefill: WorkerRecord, decode: PeerKey) -> bool:
+    return record.faults[decode] >= MAX_FAULTS or bool(prefill.trouble_with(decode))
 
 
 def _is_refused(record: RequestRecord, sender: PeerKey, code: ErrorCode) -> bool:

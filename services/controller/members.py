@@ -1,13 +1,13 @@
 """Who is in the cluster: workers and gateways by incarnation, and which incarnations are dead."""
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from common.messages.control import GatewayHello, WorkerHello
-from common.messages.fields import KVCounts, PeerInfo, Role, WorkerLoad, WorkerState
+from common.messages.fields import KVCounts, PairStatus, PeerInfo, Role, WorkerLoad, WorkerState
 from services.controller.effects import PeerKey
-from services.controller.policy.placement import WorkerView
+from services.controller.policy.placement import Incarnation, Pairing, WorkerView
 
 MAX_DEAD_KEPT = 4096
 
@@ -22,7 +22,8 @@ class WorkerRecord:
     ``kv`` and ``load`` are its last heartbeat's. ``assigned_tokens`` are the prompt tokens placed
     since then, ``replaced_blocks`` the blocks of refused decodes that were placed here again since
     then. ``placed_blocks`` are those of requests whose decode was placed here and has not started:
-    reserved already, or soon.
+    reserved already, or soon. ``pairs`` are a prefill worker's with decode workers; ``pairings``
+    and ``troubles`` are the same by incarnation.
     """
 
     hello: WorkerHello
@@ -36,6 +37,9 @@ class WorkerRecord:
     assigned_tokens: int = 0
     replaced_blocks: int = 0
     placed_blocks: int = 0
+    pairs: tuple[PairStatus, ...] = ()
+    pairings: Mapping[Incarnation, Pairing] = field(default_factory=dict)
+    troubles: Mapping[PeerKey, str] = field(default_factory=dict)
 
     @property
     def peer(self) -> PeerInfo:
@@ -76,11 +80,29 @@ class WorkerRecord:
         uncomputed = self.load.uncomputed_tokens if self.load else 0
         return WorkerView(
             worker_id=self.peer.worker_id,
+            epoch=self.peer.epoch,
             role=self.peer.role,
             uncomputed_tokens=uncomputed + self.assigned_tokens,
             total_blocks=self.hello.num_blocks,
             used_blocks=referenced + max(in_transfer, self.placed_blocks),
+            pairings=self.pairings,
         )
+
+    def take_pairs(self, pairs: tuple[PairStatus, ...]) -> None:
+        """Note how the pairs of this prefill worker stand."""
+        self.pairs = pairs
+        self.pairings = {(pair.worker_id, pair.epoch): _pairing(pair) for pair in pairs}
+        self.troubles = {(pair.worker_id, pair.epoch): pair.reason for pair in pairs}
+
+    def trouble_with(self, decode: PeerKey) -> str:
+        """Say why this worker cannot hand over to a decode worker; empty when it may."""
+        return self.troubles.get(decode, "")
+
+
+def _pairing(pair: PairStatus) -> Pairing:
+    if pair.reason:
+        return Pairing.BROKEN
+    return Pairing.WORKS if pair.transport else Pairing.UNKNOWN
 
 
 @dataclass(slots=True)
@@ -90,6 +112,7 @@ class GatewayRecord:
     hello: GatewayHello
     last_seen: float
     num_streams: int = 0
+    is_draining: bool = False
 
     @property
     def key(self) -> PeerKey:
@@ -135,6 +158,21 @@ class Members:
     def num_ready(self, role: Role) -> int:
         """Count the ready workers of a role."""
         return sum(worker.peer.role is role for worker in self.ready_workers())
+
+    def why_unpaired(self) -> str:
+        """Say why no ready prefill worker can hand over to a ready decode worker, if so."""
+        ready = list(self.ready_workers())
+        decodes = [worker for worker in ready if worker.peer.role is Role.DECODE]
+        told = ""
+        for prefill in ready:
+            if prefill.peer.role is not Role.PREFILL:
+                continue
+            for decode in decodes:
+                trouble = prefill.trouble_with(decode.key)
+                if not trouble:
+                    return ""
+                told = told or f"{prefill.key[0]} cannot hand over to {decode.key[0]}: {trouble}"
+        return told
 
     def bury(self, key: PeerKey, reason: str) -> None:
         """Remember a dead incarnation; it is fenced when it speaks again."""

@@ -21,12 +21,14 @@ def status_report(core: ControllerCore, now: float) -> StatusReport:
             WorkerStatus(
                 id=worker.peer.worker_id,
                 pid=worker.peer.pid,
+                host=worker.peer.host,
                 epoch=worker.peer.epoch,
                 role=worker.peer.role,
                 state=worker.state,
                 heartbeat_age_seconds=max(0.0, now - worker.last_seen),
                 kv=worker.kv,
                 load=worker.load,
+                pairs=worker.pairs,
             )
             for worker in workers
         ),
@@ -34,8 +36,10 @@ def status_report(core: ControllerCore, now: float) -> StatusReport:
             GatewayStatus(
                 id=gateway.hello.gateway_id,
                 pid=gateway.hello.pid,
+                host=gateway.hello.host,
                 url=gateway.hello.url,
                 num_streams=gateway.num_streams,
+                is_draining=gateway.is_draining,
             )
             for gateway in gateways
         ),

@@ -126,7 +126,7 @@ async def _serve(settings: Settings, gateway_id: GatewayId) -> None:
     )
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, _stop, server)
+        loop.add_signal_handler(number, _stop, server, backend)
     log.info("gateway_listening", url=url, model=model.name)
     registry = app.state.metrics.registry
     try:
@@ -142,8 +142,9 @@ async def _serve(settings: Settings, gateway_id: GatewayId) -> None:
     log.info("stopped")
 
 
-def _stop(server: uvicorn.Server) -> None:
+def _stop(server: uvicorn.Server, backend: ClusterBackend) -> None:
     log.info("draining")
+    backend.drain()
     server.should_exit = True
 
 

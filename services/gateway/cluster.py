@@ -215,6 +215,7 @@ class ClusterBackend:
         self._heartbeat_seconds = HELLO_RETRY_SECONDS
         self._is_registered = False
         self._refusal = RefusedHello("gateway")
+        self._is_draining = False
 
     def _connect(self) -> DealerLink[GatewayToController, ControllerToGateway]:
         return DealerLink(
@@ -288,6 +289,10 @@ class ClusterBackend:
             tasks.create_task(self._receive_control(), name="control")
             tasks.create_task(self._watch_deadlines(), name="deadlines")
 
+    def drain(self) -> None:
+        """Tell the controller from now on that this gateway takes no new requests."""
+        self._is_draining = True
+
     def close(self, linger_seconds: float) -> None:
         """Say goodbye and close the sockets."""
         self._control.try_send(Goodbye(reason="shut down"), "stop")
@@ -297,7 +302,9 @@ class ClusterBackend:
     async def _beat(self) -> None:
         while True:
             if self._is_registered:
-                beat = GatewayHeartbeat(num_streams=len(self._submissions))
+                beat = GatewayHeartbeat(
+                    num_streams=len(self._submissions), is_draining=self._is_draining
+                )
                 self._control.try_send(beat, "heartbeat")
             else:
                 self._control.try_send(self._hello, "start")

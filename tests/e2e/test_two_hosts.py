@@ -216,6 +216,32 @@ async def test_a_key_that_is_not_let_in_is_named_on_both_hosts_and_never_answere
     assert light.logged(b, "decode-0", "registered") == []
 
 
+async def test_a_pair_whose_key_is_not_let_in_is_told_and_serves_once_it_is(
+    light: HostedCluster,
+) -> None:
+    a, b = light.cable.a, light.cable.b
+    key_of_a = b.keys / "allowed" / "other.key"
+    kept = key_of_a.read_bytes()
+    key_of_a.unlink()
+    for host, name in ((a, "controller"), (a, "prefill-0"), (a, "gateway-0"), (b, "decode-0")):
+        light.start(host, name)
+    failed = await light.wait_logged(a, "prefill-0", "pairing_failed")
+    assert "allowed/" in str(failed.fact("reason"))
+    await light.wait_logged(b, "decode-0", "key_rejected")
+    report = await light.wait_until("it is known", lambda one: "allowed/" in one.reason)
+    assert not report.is_ready
+    pairs = {worker.id: worker.pairs for worker in report.workers}
+    assert [(pair.worker_id, pair.transport) for pair in pairs["prefill-0"]] == [("decode-0", "")]
+    light.url = report.gateways[0].url
+    while (health := await light.http("/health"))["status"] == 200:
+        await asyncio.sleep(0.02)  # the gateway learns it with its next heartbeat
+    assert (health["status"], "allowed/" in str(health["body"])) == (503, True)
+    key_of_a.write_bytes(kept)
+    await light.wait_ready("prefill-0", "decode-0")
+    assert len(light.logged(a, "prefill-0", "pairing_failed")) == 1, "told once"
+    await light.stop("gateway-0", "prefill-0", "decode-0", "controller")
+
+
 async def test_a_controller_that_does_not_hold_the_named_key_is_told_by_name(
     light: HostedCluster,
 ) -> None:

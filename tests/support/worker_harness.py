@@ -27,7 +27,7 @@ from common.messages.control import (
     WorkerHello,
     WorkerToController,
 )
-from common.messages.fields import PeerInfo, Role
+from common.messages.fields import PairStatus, PeerInfo, Role
 from common.messages.tokens import StreamFailed, TokensGenerated, WorkerToGateway
 from common.sampling import FinishReason, SamplingParams
 from common.transport.channels import CONTROL, TOKENS
@@ -221,6 +221,22 @@ class Harness:
         await self.board.wait_for(f"the failure of {request}", lambda: stream.failure is not None)
         assert stream.failure is not None
         return stream.failure.code
+
+    async def told_of_pair(
+        self, prefill: str, decode: str, *, is_broken: bool = True
+    ) -> PairStatus:
+        """Wait until a worker's heartbeats say that a pair works, or does not, and return that."""
+
+        def find() -> PairStatus | None:
+            beats = self.heartbeats[prefill]
+            found = [pair for pair in beats[-1].pairs if pair.worker_id == decode]
+            is_there = bool(found) and bool(found[0].reason or found[0].transport)
+            return found[0] if is_there and bool(found[0].reason) == is_broken else None
+
+        await self.board.wait_for(f"{prefill} tells of {decode}", lambda: find() is not None)
+        pair = find()
+        assert pair is not None
+        return pair
 
     # ---- workers ---------------------------------------------------------------------------------
 

@@ -2,25 +2,47 @@
 
 A prefill side is chosen by the fewest prompt tokens that wait to be computed, a decode side by the
 smallest share of its pool in use, among those with room where there are any: a decode side that
-is full now may have room when the prefill ends, and says so itself when it has not.
+is full now may have room when the prefill ends, and says so itself when it has not. Both must be
+able to pair; a pair that is known to work goes before one that is not known yet.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
 
-from common.ids import WorkerId
+from common.ids import Epoch, WorkerId
 from common.messages.fields import Role
+
+
+class Pairing(IntEnum):
+    """Whether a prefill worker can hand over to a decode worker; the best is the least."""
+
+    WORKS = 0
+    UNKNOWN = 1
+    BROKEN = 2
+
+
+Incarnation = tuple[WorkerId, Epoch]
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerView:
-    """A worker as placement sees it; blocks and tokens include what was just assigned to it."""
+    """A worker as placement sees it; blocks and tokens include what was just assigned to it.
+
+    ``pairings`` are a prefill worker's with decode workers; those that are not in it are unknown.
+    """
 
     worker_id: WorkerId
+    epoch: Epoch
     role: Role
     uncomputed_tokens: int
     total_blocks: int
     used_blocks: int
+    pairings: Mapping[Incarnation, Pairing] = field(default_factory=dict)
+
+    def pairing_with(self, decode: "WorkerView") -> Pairing:
+        """How the pair with a decode worker stands."""
+        return self.pairings.get((decode.worker_id, decode.epoch), Pairing.UNKNOWN)
 
     @property
     def used_share(self) -> float:
@@ -63,26 +85,35 @@ def num_blocks_needed(
 
 
 def choose_sides(workers: Sequence[WorkerView], num_blocks: int) -> Placement | None:
-    """Return the best pair, or None when no worker's role or pool fits."""
-    decode = choose_decode(workers, num_blocks)
-    fitting = [
-        worker
-        for worker in workers
-        if worker.can_prefill
-        and worker.can_hold(num_blocks)
-        and (worker.role is Role.COMBINED or decode is not None)
-    ]
-    if not fitting:
-        return None
-    prefill = min(fitting, key=lambda w: (w.uncomputed_tokens, w.used_share, w.worker_id))
-    if prefill.role is Role.COMBINED or decode is None:
-        return Placement(prefill, prefill)
-    return Placement(prefill, decode)
+    """Return the best pair, or None when no worker's role, pool or pairing fits."""
+    able = [w for w in workers if w.can_hold(num_blocks)]
+    prefills = sorted(
+        (w for w in able if w.can_prefill),
+        key=lambda w: (w.uncomputed_tokens, w.used_share, w.worker_id),
+    )
+    decodes = _by_room(able, num_blocks)
+    for worst in (Pairing.WORKS, Pairing.UNKNOWN):
+        for prefill in prefills:
+            if prefill.role is Role.COMBINED:
+                return Placement(prefill, prefill)
+            for decode in decodes:
+                if prefill.pairing_with(decode) <= worst:
+                    return Placement(prefill, decode)
+    return None
 
 
-def choose_decode(workers: Iterable[WorkerView], num_blocks: int) -> WorkerView | None:
-    """Return the best decode side for a handoff, or None when no pool would ever hold it."""
-    fitting = [w for w in workers if w.role is Role.DECODE and w.can_hold(num_blocks)]
-    if not fitting:
-        return None
-    return min(fitting, key=lambda w: (not w.has_room(num_blocks), w.used_share, w.worker_id))
+def choose_decode(
+    workers: Iterable[WorkerView], num_blocks: int, prefill: WorkerView
+) -> WorkerView | None:
+    """Return the best decode side for a handoff of ``prefill``; None when nobody fits."""
+    decodes = [w for w in workers if w.can_hold(num_blocks)]
+    able = [w for w in _by_room(decodes, num_blocks) if prefill.pairing_with(w) < Pairing.BROKEN]
+    return min(able, key=prefill.pairing_with, default=None)
+
+
+def _by_room(workers: Iterable[WorkerView], num_blocks: int) -> list[WorkerView]:
+    """Return the decode workers, the best first."""
+    return sorted(
+        (w for w in workers if w.role is Role.DECODE),
+        key=lambda w: (not w.has_room(num_blocks), w.used_share, w.worker_id),
+    )

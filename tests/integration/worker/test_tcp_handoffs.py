@@ -7,8 +7,10 @@ from structlog.testing import capture_logs
 
 from common.errors import ErrorCode
 from common.messages.control import DecodeRefused, RequestFinished
+from common.messages.fields import Role
 from common.sampling import SamplingParams
 from tests.support.running_worker import LAYOUT, RunningWorker, WorkerOptions
+from tests.support.scripted_peers import scripted_decode
 from tests.support.worker_harness import expected, harness
 
 GREEDY = SamplingParams(seed=1, max_tokens=20, temperature=0)
@@ -81,6 +83,17 @@ async def test_blocks_of_a_dead_writer_are_freed(tmp_path: Path) -> None:
         await decode.idle()
 
 
+async def test_a_pair_is_told_of_and_so_is_its_silence(tmp_path: Path) -> None:
+    async with harness(tmp_path) as cluster, scripted_decode(cluster) as decode:
+        await cluster.start_worker("prefill", Role.PREFILL)
+        await cluster.told_of_pair("prefill", "decode", is_broken=False)
+        decode.is_renewing = False
+        pair = await cluster.told_of_pair("prefill", "decode")
+        assert (pair.transport, pair.reason) == ("shm", "paired, but silent for over 0.6 s")
+        decode.is_renewing = True
+        await cluster.told_of_pair("prefill", "decode", is_broken=False)
+
+
 async def test_workers_without_a_common_transport_are_refused_by_name(tmp_path: Path) -> None:
     async with harness(tmp_path) as cluster:
         with capture_logs() as logs:
@@ -91,6 +104,10 @@ async def test_workers_without_a_common_transport_are_refused_by_name(tmp_path: 
             cluster.cancel("r", "prefill")
             await prefill.idle()
             await decode.idle()
+            pair = await cluster.told_of_pair("prefill", "decode")
+        assert pair.transport == ""
         failed = [entry for entry in logs if entry["event"] == "pairing_failed"]
+        assert len(failed) == 1, "it was tried again for the request, and told once"
+        assert pair.reason == failed[0]["reason"]
         assert "[shm]" in failed[0]["reason"]
         assert "[tcp]" in failed[0]["reason"]

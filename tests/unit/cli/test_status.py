@@ -1,12 +1,15 @@
 import io
 import json
+from dataclasses import replace
 
 from rich.console import Console
 
 from common.ids import Epoch, GatewayId, WorkerId
 from common.messages.admin import GatewayStatus, StatusReport, WorkerStatus
-from common.messages.fields import KVCounts, Role, WorkerLoad, WorkerState
+from common.messages.fields import KVCounts, PairStatus, Role, WorkerLoad, WorkerState
 from services.cli.status import status_json, status_tables
+
+NO = "it does not let our key in [no markup]"
 
 REPORT = StatusReport(
     is_ready=False,
@@ -19,6 +22,7 @@ REPORT = StatusReport(
         WorkerStatus(
             id=WorkerId("prefill-0"),
             pid=11,
+            host="a/12345678/pid:[1]",
             epoch=Epoch(5),
             role=Role.PREFILL,
             state=WorkerState.READY,
@@ -35,20 +39,33 @@ REPORT = StatusReport(
                 uncomputed_tokens=0,
                 num_steps=9,
             ),
+            pairs=(
+                PairStatus(worker_id=WorkerId("decode-0"), epoch=Epoch(6), transport="", reason=NO),
+                PairStatus(worker_id=WorkerId("gone"), epoch=Epoch(1), transport="tcp", reason=""),
+            ),
         ),
         WorkerStatus(
             id=WorkerId("decode-0"),
             pid=12,
+            host="b/87654321/pid:[1]",
             epoch=Epoch(6),
             role=Role.DECODE,
             state=WorkerState.DRAINING,
             heartbeat_age_seconds=0.1,
             kv=None,
             load=None,
+            pairs=(),
         ),
     ),
     gateways=(
-        GatewayStatus(id=GatewayId("gateway-0"), pid=13, url="http://127.0.0.1:1", num_streams=2),
+        GatewayStatus(
+            id=GatewayId("gateway-0"),
+            pid=13,
+            host="a/12345678/pid:[1]",
+            url="http://127.0.0.1:1",
+            num_streams=2,
+            is_draining=False,
+        ),
     ),
 )
 
@@ -67,15 +84,33 @@ def test_the_json_has_the_fields_that_scripts_rely_on() -> None:
     assert found["workers"][1]["kv"] is None
 
 
-def test_people_get_a_table_of_workers_and_gateways() -> None:
+def printed(report: StatusReport) -> list[str]:
     sink = io.StringIO()
     console = Console(file=sink, width=200, highlight=False)
-    for table in status_tables(REPORT):
+    for table in status_tables(report):
         console.print(table)
-    lines = [line.split() for line in sink.getvalue().splitlines()]
-    assert " ".join(lines[0]) == (
-        "not ready: no decode worker is ready model toy 2 requests up 12 s"
-    )
-    assert lines[2] == ["prefill-0", "11", "prefill", "ready", "10", "4", "3", "2", "1", "7", "8"]
-    assert lines[3] == ["decode-0", "12", "decode", "draining", "-", "-", "-", "-", "-", "-", "-"]
-    assert lines[5] == ["gateway-0", "13", "http://127.0.0.1:1", "2"]
+    return [" ".join(line.split()) for line in sink.getvalue().splitlines()]
+
+
+def test_people_get_a_table_of_workers_and_gateways() -> None:
+    lines = printed(REPORT)
+    assert lines[0] == "not ready: no decode worker is ready model toy 2 requests up 12 s"
+    unpaired = f"unpaired: {NO}"
+    assert lines[2] == f"prefill-0 a 11 prefill ready 10 4 3 2 1 7 8 decode-0 {unpaired}"
+    assert lines[3] == f"decode-0 b 12 decode draining - - - - - - - prefill-0 {unpaired}"
+    assert lines[5] == "gateway-0 a 13 ready http://127.0.0.1:1 2"
+
+
+def test_a_pair_that_works_is_told_with_its_transport() -> None:
+    pair = PairStatus(worker_id=WorkerId("decode-0"), epoch=Epoch(6), transport="tcp", reason="")
+    prefill = replace(REPORT.workers[0], pairs=(pair,))
+    lines = printed(replace(REPORT, workers=(prefill, REPORT.workers[1])))
+    assert lines[2].endswith("7 8 decode-0 tcp")
+    assert lines[3].endswith("- - prefill-0 tcp")
+
+
+def test_a_cluster_whose_gateways_drain_is_draining() -> None:
+    draining = replace(REPORT.gateways[0], is_draining=True)
+    lines = printed(replace(REPORT, is_ready=True, reason="", gateways=(draining,)))
+    assert lines[0].startswith("draining model toy")
+    assert lines[5] == "gateway-0 a 13 draining http://127.0.0.1:1 2"

@@ -18,7 +18,7 @@ from common.messages.control import (
     SubmitRequest,
     WorkerHello,
 )
-from common.messages.fields import KVCounts, PeerInfo, Role, WorkerLoad
+from common.messages.fields import KVCounts, PairStatus, PeerInfo, Role, WorkerLoad
 from common.sampling import SamplingParams
 from services.controller.core import ControllerCore
 from services.controller.effects import (
@@ -108,6 +108,7 @@ def heartbeat(
     num_steps: int = 0,
     is_draining: bool = False,
     is_quarantined: bool = False,
+    pairs: tuple[PairStatus, ...] = (),
 ) -> Heartbeat:
     load = WorkerLoad(
         num_waiting=0,
@@ -119,7 +120,17 @@ def heartbeat(
         num_steps=num_steps,
     )
     return Heartbeat(
-        kv=counts or kv(), load=load, is_draining=is_draining, is_quarantined=is_quarantined
+        kv=counts or kv(),
+        load=load,
+        is_draining=is_draining,
+        is_quarantined=is_quarantined,
+        pairs=pairs,
+    )
+
+
+def paired(decode: str, transport: str = "shm", reason: str = "", epoch: int = 1) -> PairStatus:
+    return PairStatus(
+        worker_id=WorkerId(decode), epoch=Epoch(epoch), transport=transport, reason=reason
     )
 
 

@@ -1,8 +1,9 @@
 import pytest
 
-from common.ids import WorkerId
+from common.ids import Epoch, WorkerId
 from common.messages.fields import Role
 from services.controller.policy.placement import (
+    Pairing,
     WorkerView,
     choose_decode,
     choose_sides,
@@ -10,11 +11,20 @@ from services.controller.policy.placement import (
 )
 
 
-def view(name: str, role: Role, uncomputed: int = 0, used: int = 0, total: int = 100) -> WorkerView:
-    return WorkerView(WorkerId(name), role, uncomputed, total, used)
+def view(
+    name: str,
+    role: Role,
+    uncomputed: int = 0,
+    used: int = 0,
+    total: int = 100,
+    **pairings: Pairing,
+) -> WorkerView:
+    known = {(WorkerId(decode), Epoch(1)): pairing for decode, pairing in pairings.items()}
+    return WorkerView(WorkerId(name), Epoch(1), role, uncomputed, total, used, known)
 
 
 P, D, C = Role.PREFILL, Role.DECODE, Role.COMBINED
+WORKS, UNKNOWN, BROKEN = Pairing.WORKS, Pairing.UNKNOWN, Pairing.BROKEN
 
 
 @pytest.mark.parametrize(
@@ -50,8 +60,36 @@ def test_sides_are_the_least_loaded_workers_that_can_hold_the_request(
     assert names == expected
 
 
+@pytest.mark.parametrize(
+    ("workers", "expected"),
+    [
+        ([view("p", P, d0=BROKEN, d1=WORKS), view("d0", D), view("d1", D, used=90)], ("p", "d1")),
+        ([view("p", P, d0=BROKEN), view("d0", D), view("d1", D, used=90)], ("p", "d1")),
+        ([view("p", P, d1=WORKS), view("d0", D), view("d1", D, used=90)], ("p", "d1")),
+        ([view("p0", P, d=BROKEN), view("p1", P, 99, d=WORKS), view("d", D)], ("p1", "d")),
+        ([view("p0", P, d=UNKNOWN), view("p1", P, 99, d=WORKS), view("d", D)], ("p1", "d")),
+        ([view("p0", P, d=BROKEN), view("p1", P, 99), view("d", D)], ("p1", "d")),
+        ([view("p", P, d=BROKEN), view("d", D), view("c", C, 99)], ("c", "c")),
+        ([view("p", P, d=BROKEN), view("d", D)], None),
+    ],
+)
+def test_sides_are_a_pair_that_works_before_one_that_may_and_never_a_broken_one(
+    workers: list[WorkerView], expected: tuple[str, str] | None
+) -> None:
+    chosen = choose_sides(workers, 2)
+    assert (chosen and (chosen.prefill.worker_id, chosen.decode.worker_id)) == expected
+
+
+def test_a_decode_is_placed_again_where_its_prefill_side_can_hand_over() -> None:
+    decodes = [view("d0", D), view("d1", D, used=50), view("d2", D, used=90)]
+    prefill = view("p", P, d0=BROKEN, d2=WORKS)
+    assert choose_decode(decodes, 1, prefill) == decodes[2]
+    assert choose_decode(decodes[:2], 1, prefill) == decodes[1]
+    assert choose_decode(decodes[:1], 1, prefill) is None
+
+
 def test_a_handoff_never_goes_to_a_worker_without_the_decode_role() -> None:
-    assert choose_decode([view("p", P), view("c", C)], 1) is None
+    assert choose_decode([view("p", P), view("c", C)], 1, view("p", P)) is None
 
 
 @pytest.mark.parametrize(
