@@ -232,10 +232,12 @@ class HandoffSender:
                 return self._stop(Aborted(reason, by_peer=True), SendAborted())
             case CancelRequested(reason):
                 return self._stop(Aborted(reason, by_peer=False), SendAbort(reason))
+            # Without a reservation nothing was written: the prompt is ours and can go elsewhere.
+            case PeerLost(reason) if self.phase is SenderPhase.RESERVING:
+                return self._end(Refused(ErrorCode.WORKER_DIED, reason), None)
             case PeerLost(reason):
                 return self._stop(PeerGone(reason), None)
             case LeaseExpired() if self.phase is SenderPhase.RESERVING:
-                # Nothing was written, and the prompt is ours still: another may decode it.
                 refused = Refused(ErrorCode.TRANSFER_FAILED, "the decode side did not answer")
                 return self._end(refused, SendAbort(AbortReason.LEASE_EXPIRED))
             case LeaseExpired():

@@ -230,6 +230,7 @@ class DealerLink(Generic[Out, In]):
         address, key = split_key(endpoint)
         keys = _keys_for(context, endpoint) if key is not None else None
         self.endpoint = endpoint
+        self.last_sequence = 0
         self._identity = identity
         self._outgoing = outgoing
         self._incoming = incoming
@@ -273,8 +274,13 @@ class DealerLink(Generic[Out, In]):
         return unusable
 
     def try_send(self, message: Out, cause: str, payload: tuple[bytes, ...] = ()) -> bool:
-        """Queue a message; return False, with nothing queued, when the queue is full."""
-        frames = self._outgoing.encode(self._identity.envelope(cause), message, payload)
+        """Queue a message; return False, with nothing queued, when the queue is full.
+
+        ``last_sequence`` is the message's number from then on.
+        """
+        envelope = self._identity.envelope(cause)
+        self.last_sequence = envelope.sequence
+        frames = self._outgoing.encode(envelope, message, payload)
         return self._wire.try_send(frames)
 
     async def received(self) -> AsyncIterator[Received[In]]:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from time import monotonic
 
 import structlog
@@ -31,6 +32,7 @@ log = structlog.get_logger()
 
 HELLO_RETRY_SECONDS = 1.0
 TRIES_PER_LINE = 15
+CATCH_UP_SECONDS = 1.0
 
 Order = (
     PlaceRequest | PlaceDecode | PlacementUnknown | Cancel | PeerJoined | PeerLeft | WorkerAccepted
@@ -42,7 +44,10 @@ class WasFenced(Exception):  # noqa: N818  # an outcome, not an error
 
 
 class ControlLink:
-    """Keeps the worker registered and hands the controller's orders on."""
+    """Keeps the worker registered and hands the controller's orders on.
+
+    A controller that is not heard from for ``death_seconds`` is told of in the log.
+    """
 
     def __init__(
         self,
@@ -50,6 +55,7 @@ class ControlLink:
         hello: WorkerHello,
         heartbeat: Callable[[], Heartbeat],
         on_order: Callable[[Order, tuple[bytes, ...]], None],
+        death_seconds: float,
     ) -> None:
         self._link = link
         self._hello = hello
@@ -60,7 +66,11 @@ class ControlLink:
         self._is_new_controller = False
         self._refusal = RefusedHello("worker")
         self._accepted = asyncio.Event()
-        self._answered_at = monotonic()
+        self._death_seconds = death_seconds
+        self._heard_at = monotonic()
+        self._is_silent = False
+        self._awaited_sequence = 0
+        self._caught_up = asyncio.Event()
 
     def send(self, message: WorkerToController, cause: str) -> None:
         """Report to the controller."""
@@ -74,6 +84,7 @@ class ControlLink:
         """
         async for received in self._link.received():
             message = received.message
+            self._note_heard()
             match message:
                 case WorkerAccepted():
                     self._accept(message)
@@ -87,7 +98,8 @@ class ControlLink:
                     if message.epoch == self._hello.peer.epoch:
                         raise WasFenced(message.message)
                 case HeartbeatAnswered():
-                    self._answered_at = monotonic()
+                    if message.sequence >= self._awaited_sequence:
+                        self._caught_up.set()
                 case (
                     PlaceRequest()
                     | PlaceDecode()
@@ -124,6 +136,38 @@ class ControlLink:
         while True:
             self._link.try_send(self._heartbeat(), "heartbeat")
             await asyncio.sleep(self._heartbeat_seconds)
+            self._note_silence()
+
+    async def catch_up(self, cause: str) -> None:
+        """Send a heartbeat, and take all that the controller ordered before it read that.
+
+        Gives up after ``CATCH_UP_SECONDS``.
+        """
+        if not self._is_registered or self._is_silent:
+            return
+        self._caught_up.clear()
+        self._link.try_send(self._heartbeat(), cause)
+        self._awaited_sequence = self._link.last_sequence
+        with suppress(TimeoutError):
+            async with asyncio.timeout(CATCH_UP_SECONDS):
+                await self._caught_up.wait()
+
+    def _note_heard(self) -> None:
+        now = monotonic()
+        if self._is_silent:
+            self._is_silent = False
+            log.info("controller_back", silent_seconds=round(now - self._heard_at, 1))
+        self._heard_at = now
+
+    def _note_silence(self) -> None:
+        silent_seconds = monotonic() - self._heard_at
+        if silent_seconds > self._death_seconds and not self._is_silent:
+            self._is_silent = True
+            log.warning(
+                "controller_silent",
+                endpoint=self._link.endpoint,
+                silent_seconds=round(silent_seconds, 1),
+            )
 
     def leave(self, reason: str) -> None:
         """Say goodbye."""

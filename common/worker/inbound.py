@@ -106,7 +106,7 @@ class InboundHandoffs:
         setup: HandoffSetup,
         hub: RouterHub[DecodeToPrefill, PrefillToDecode],
         blocks: BlockManager,
-        why_refuse: Callable[[], tuple[ErrorCode, str] | None],
+        why_refuse: Callable[[RequestId], tuple[ErrorCode, str] | None],
         on_taken_over: Callable[[TakenOver], None],
         on_dropped: Callable[[RequestId], None],
     ) -> None:
@@ -258,7 +258,7 @@ class InboundHandoffs:
         if export is None or self._fences.is_freeing(message.transfer_id):
             return  # a late repeat
         prompt = unpack_ids(payload, message.num_prompt_tokens, MAX_TOKEN_ID)
-        refusal = self._why_refuse()
+        refusal = self._why_refuse(message.request_id)
         acquired = None
         if refusal is None:
             wanted = len(prompt) + min(message.params.max_tokens, self._setup.growth_tokens)

@@ -190,7 +190,9 @@ class _Incarnation:
             Codec(WorkerToController),
             Codec(ControllerToWorker),
         )
-        control = ControlLink(link, hello, worker.heartbeat, worker.on_order)
+        control = ControlLink(
+            link, hello, worker.heartbeat, worker.on_order, settings.death_seconds
+        )
         emitter = TokenEmitter(self._connector(context))
         inbound = InboundHandoffs(
             setup,

@@ -16,11 +16,7 @@ from typing import assert_never
 import structlog
 
 from common.engine.interface import Engine
-from common.errors import (
-    ErrorCode,
-    InvariantViolationError,
-    RemoteProtocolError,
-)
+from common.errors import ErrorCode, InvariantViolationError, RemoteProtocolError
 from common.handoff.events import HandedOver, Outcome, PrefillFinished
 from common.ids import RequestId, WorkerId
 from common.kv.blocks import BlockManager
@@ -57,12 +53,7 @@ from common.scheduler.local import LocalScheduler
 from common.scheduler.request import NewRequest, RequestPhase
 from common.telemetry.metrics import WorkerMetrics
 from common.transfer.backend import PeerLink
-from common.worker.consequences import (
-    EndCancelled,
-    EndFailed,
-    PlaceElsewhere,
-    consequence_of,
-)
+from common.worker.consequences import EndCancelled, EndFailed, PlaceElsewhere, consequence_of
 from common.worker.control import ControlLink, Order
 from common.worker.emitter import TokenEmitter
 from common.worker.inbound import MAX_TOKEN_ID, InboundHandoffs, TakenOver
@@ -384,9 +375,11 @@ class HybridWorker:
             return ErrorCode.SHUTTING_DOWN, f"{self._id} is shutting down"
         return None
 
-    def why_refuse_reservation(self) -> tuple[ErrorCode, str] | None:
-        """Say why no reservation is taken now, if so."""
+    def why_refuse_reservation(self, request_id: RequestId) -> tuple[ErrorCode, str] | None:
+        """Say why no reservation is taken for a request now, if so."""
         refusal = self.why_refuse()
+        if refusal is None and self._scheduler.find(request_id) is not None:
+            return ErrorCode.INTERNAL, f"{self._id} still has a request of this id"
         if refusal is None and not self._scheduler.can_reserve():
             return ErrorCode.NO_ROOM, f"{self._id} has preempted sequences waiting for room"
         return refusal
@@ -465,6 +458,7 @@ class HybridWorker:
         self._is_draining = True
         deadline = monotonic() + seconds
         log.info("draining", num_requests=len(self._scheduler.request_ids()), seconds=seconds)
+        await self._control.catch_up("draining")  # what was placed here before is refused by name
         while self.is_busy and monotonic() < deadline:  # noqa: ASYNC110  # ends by many causes
             await asyncio.sleep(TICK_SECONDS)
         return not self.is_busy

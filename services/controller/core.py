@@ -150,7 +150,8 @@ class ControllerCore:
                 return self._request_failed(worker, message, cause, now)
             case Goodbye(reason=reason):
                 told = f"worker {key[0]} left: {reason}"
-                return self._lose_worker(worker, ErrorCode.SHUTTING_DOWN, told, cause, now)
+                effects = self._lose_worker(worker, ErrorCode.SHUTTING_DOWN, told, cause, now)
+                return [*effects, *self._dispatcher.retry_waiting(cause, now)]
             case (
                 WorkerHello()
                 | GatewayHello()

@@ -77,11 +77,19 @@ class RequestLifecycle:
     def worker_gone(
         self, key: PeerKey, code: ErrorCode, reason: str, cause: str, now: float
     ) -> list[Effect]:
-        """End every request that needed this worker."""
+        """End every request that needed this worker.
+
+        But a decode side that left in order holds nothing for requests whose decode has not
+        started: those are to be placed again.
+        """
         effects: list[Effect] = []
         for record in list(self._book.requests.values()):
             side = record.side_of(key)
-            if side is not None:
+            is_queued = record.phase is RequestPhase.PLACED and side == "decode"
+            if is_queued and code is ErrorCode.SHUTTING_DOWN:
+                event = machine.DecodeRefusedReceived()
+                effects += self._book.step(record.request_id, event, cause, now)
+            elif side is not None:
                 lost = machine.DecodeSideGone if side == "decode" else machine.PrefillSideGone
                 effects += self._book.step(record.request_id, lost(code, reason), cause, now)
         return effects

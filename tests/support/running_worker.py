@@ -39,6 +39,9 @@ MODEL = "0123456789abcdef"
 LAYOUT = KVLayout(num_layers=2, block_size=8, num_kv_heads=1, head_dim=4, dtype="float32")
 
 
+DEATH_SECONDS = 0.5
+
+
 @dataclass(frozen=True, slots=True)
 class Surroundings:
     """What a worker finds around it."""
@@ -171,7 +174,7 @@ class RunningWorker:
                 block_size=LAYOUT.block_size,
                 growth_tokens=self._options.growth_tokens,
             )
-            control = ControlLink(link, hello, worker.heartbeat, worker.on_order)
+            control = ControlLink(link, hello, worker.heartbeat, worker.on_order, DEATH_SECONDS)
             inbound = InboundHandoffs(
                 setup,
                 hub,

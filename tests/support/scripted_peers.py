@@ -142,6 +142,14 @@ class ScriptedPrefill:
         self, request: str, prompt: Sequence[int], params: SamplingParams
     ) -> TransferId:
         """Reserve blocks, and wait until they are held."""
+        transfer = self.send_reserve(request, prompt, params)
+        await self.hears(Reserved)
+        return transfer
+
+    def send_reserve(
+        self, request: str, prompt: Sequence[int], params: SamplingParams
+    ) -> TransferId:
+        """Ask for blocks."""
         transfer = TransferId(f"tr-{request}")
         reserve = Reserve(
             transfer_id=transfer,
@@ -152,7 +160,6 @@ class ScriptedPrefill:
             num_prompt_tokens=len(prompt),
         )
         self.say(reserve, (pack_ids(prompt),))
-        await self.hears(Reserved)
         return transfer
 
     async def write_and_commit(

@@ -19,6 +19,7 @@ from common.messages.control import (
     Cancel,
     ControllerToWorker,
     Heartbeat,
+    HeartbeatAnswered,
     PeerJoined,
     PeerLeft,
     PlaceDecode,
@@ -65,6 +66,7 @@ class Harness:
         self.folder = folder
         self.context = context
         self.board = Board()
+        self.is_answering = True
         self.told: list[tuple[str, WorkerToController]] = []
         self.heartbeats: dict[str, list[Heartbeat]] = {}
         self.streams: dict[RequestId, Stream] = {}
@@ -111,6 +113,9 @@ class Harness:
                         self.order(other, PeerJoined(peer=peer))
                 case Heartbeat():
                     self.heartbeats.setdefault(sender, []).append(received.message)
+                    if self.is_answering:
+                        answer = HeartbeatAnswered(sequence=received.envelope.sequence)
+                        self.order(sender, answer)
                 case _:
                     self.told.append((sender, received.message))
             self.board.post()

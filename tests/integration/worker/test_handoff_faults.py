@@ -187,7 +187,21 @@ PREFILL_PHASES = [_until_reserving, _until_ready, _until_writing, _until_committ
 UntilPrefill = Callable[[Harness, RunningWorker, ScriptedDecode], Coroutine[None, None, None]]
 
 
-@pytest.mark.parametrize("until", PREFILL_PHASES)
+async def test_a_decode_side_that_is_gone_before_it_reserved_is_replaced(tmp_path: Path) -> None:
+    async with harness(tmp_path) as cluster, scripted_decode(cluster) as gone:
+        prefill = await cluster.start_worker("prefill", Role.PREFILL)
+        await _until_reserving(cluster, prefill, gone)
+        decode = await cluster.start_worker("other", Role.DECODE)
+        cluster.bury("decode", "prefill")
+        refused = await cluster.heard("prefill", DecodeRefused, "r")
+        assert (refused.code, refused.decode_worker) == (ErrorCode.WORKER_DIED, "decode")
+        cluster.place_decode("r", "other")
+        assert (await cluster.answer("r")).token_ids(0) == expected(PROMPT, GREEDY)
+        await prefill.idle()
+        await decode.idle()
+
+
+@pytest.mark.parametrize("until", PREFILL_PHASES[1:])
 async def test_the_death_of_a_decode_side_ends_the_request_in_each_phase(
     tmp_path: Path, until: UntilPrefill
 ) -> None:

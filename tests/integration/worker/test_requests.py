@@ -189,6 +189,42 @@ async def test_a_draining_worker_finishes_what_it_has_and_takes_nothing_new(
         assert (await cluster.answer("old")).token_ids(0) == expected(PROMPT, GREEDY)
 
 
+async def test_an_idle_worker_that_drains_refuses_what_was_on_its_way_before_it_leaves(
+    tmp_path: Path,
+) -> None:
+    async with harness(tmp_path) as cluster:
+        worker = await cluster.start_worker("combined", Role.COMBINED)
+        cluster.is_answering = False
+        async with asyncio.TaskGroup() as tasks:
+            draining = tasks.create_task(worker.hybrid.drain(10.0))
+            await cluster.board.wait_for(
+                "the drain is told", lambda: cluster.heartbeats["combined"][-1].is_draining
+            )
+            assert not draining.done()
+            cluster.place("late", PROMPT, GREEDY, prefill="combined", decode=None)
+            cluster.is_answering = True
+            refused = await cluster.heard("combined", RequestFailed, "late")
+            assert refused.code is ErrorCode.SHUTTING_DOWN
+        assert draining.result() is True
+
+
+async def test_a_controller_that_is_silent_is_told_of_once_and_so_is_its_return(
+    tmp_path: Path,
+) -> None:
+    with capture_logs() as logs:
+        async with harness(tmp_path) as cluster:
+            await cluster.start_worker("combined", Role.COMBINED)
+            cluster.is_answering = False
+
+            def told() -> list[str]:
+                return [entry["event"] for entry in logs if "controller_" in entry["event"]]
+
+            await cluster.board.wait_for("it is missed", lambda: told() == ["controller_silent"])
+            cluster.is_answering = True
+            back = ["controller_silent", "controller_back"]
+            await cluster.board.wait_for("it is back", lambda: told() == back)
+
+
 async def test_what_a_drain_cannot_finish_in_time_ends_by_name(tmp_path: Path) -> None:
     async with harness(tmp_path) as cluster:
         worker = await cluster.start_worker("combined", Role.COMBINED)

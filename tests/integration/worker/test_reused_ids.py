@@ -5,7 +5,9 @@ from pathlib import Path
 from common.errors import ErrorCode
 from common.ids import RequestId
 from common.messages.control import RequestFailed
+from common.messages.handoff import ReserveRefused
 from common.sampling import SamplingParams
+from tests.support.scripted_peers import scripted_prefill
 from tests.support.worker_harness import expected, harness
 
 GREEDY = SamplingParams(seed=1, max_tokens=20, temperature=0)
@@ -24,6 +26,12 @@ async def test_an_id_that_is_being_decoded_is_refused_as_a_new_request(tmp_path:
         refused = await cluster.heard("decode", RequestFailed, "r")
         assert refused.code is ErrorCode.INTERNAL
         assert "still has a request of this id" in refused.message
+        async with scripted_prefill(cluster, "decode", "other") as other:
+            await other.pair()
+            other.send_reserve("r", PROMPT, GREEDY)
+            unheld = await other.hears(ReserveRefused)
+        assert unheld.code is ErrorCode.INTERNAL
+        assert "still has a request of this id" in unheld.message
         decode.steps.open()
         assert (await cluster.answer("r")).token_ids(0) == expected(PROMPT, GREEDY)
         await prefill.idle()

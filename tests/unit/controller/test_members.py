@@ -204,9 +204,29 @@ def test_a_worker_that_is_not_ready_gets_no_new_request(beat: object, state: Wor
     assert sent_names(cluster.submit("r")) == [("g", "RequestRefused")]
 
 
-def test_a_leaving_worker_is_removed_and_its_requests_fail_by_name() -> None:
+def test_requests_that_wait_for_a_decode_worker_that_leaves_are_placed_again() -> None:
+    cluster = pair_cluster(num_decode=2)
+    cluster.submit("r")
+    record = cluster.core.book.requests["r"]  # type: ignore[index]  # an id
+    assert record.decode == ("d0", 1)
+    effects = cluster.say("d0", Goodbye(reason="stopped"))
+    assert sent_names(effects) == [
+        ("p0", "PeerLeft"),
+        ("d1", "PeerLeft"),
+        ("p0", "PlaceDecode"),
+        ("g", "RequestPlaced"),
+    ]
+    assert (record.phase, record.decode) == ("placed", ("d1", 1))
+    cluster.say("d1", Goodbye(reason="stopped"))
+    assert record.phase == "waiting"
+    cluster.join("d2", Role.DECODE)
+    assert (record.phase, record.decode) == ("placed", ("d2", 1))
+
+
+def test_a_leaving_worker_is_removed_and_what_it_decodes_fails_by_name() -> None:
     cluster = pair_cluster()
     cluster.submit("r")
+    cluster.started("d0", "r")
     effects = cluster.say("d0", Goodbye(reason="stopped"))
     failed = only(effects, RequestFailed)[0][1]
     assert isinstance(failed, RequestFailed)

@@ -151,9 +151,13 @@ def test_without_a_write_in_flight_the_peers_abort_is_answered_at_once(
     assert last(*path, PEER_ABORT) == [SendAborted(), aborted]
 
 
-@pytest.mark.parametrize("path", QUIET, ids=["reserving", "ready", "committing"])
+@pytest.mark.parametrize("path", QUIET[1:], ids=["ready", "committing"])
 def test_a_dead_peer_is_told_nothing(path: tuple[SenderEvent, ...]) -> None:
     assert last(*path, LOST) == [Ended(PeerGone("died"))]
+
+
+def test_a_peer_that_is_gone_before_it_reserved_leaves_the_prompt_for_another() -> None:
+    assert last(LOST) == [Ended(Refused(ErrorCode.WORKER_DIED, "died"))]
 
 
 WRITING = (BlocksComputed(2), RESERVED)
