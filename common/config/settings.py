@@ -152,7 +152,7 @@ class Settings(BaseSettings):
         0,
         ge=0,
         description="Token budget of one engine step, a multiple of block_size; 0 is 512 on a CPU "
-        "and 2048 on a GPU.",
+        "and 4096 on a GPU (8192 where combined).",
     )
     max_num_seqs: int = Field(
         0,

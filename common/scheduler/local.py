@@ -42,6 +42,7 @@ from common.scheduler.effects import (
     RequestEnded,
     StopHandoff,
 )
+from common.scheduler.publisher import Publisher
 from common.scheduler.request import (
     LocalRequest,
     NewRequest,
@@ -67,6 +68,7 @@ class LocalScheduler:
         self._waiting: deque[Sequence] = deque()
         self._prefilling: list[Sequence] = []
         self._decoding: list[Sequence] = []
+        self._publisher = Publisher(blocks, limits.block_size)
         self._open_steps: deque[StepPlan] = deque()
         self._num_planned = 0
         self.num_steps = 0
@@ -125,8 +127,7 @@ class LocalScheduler:
             sequence.outputs.append(first.token.token_id)
             sequence.unsent.append(first.token)
         self._adopt_blocks(request.lead, len(new.prompt))
-        if len(request.sequences) > 1:  # they share what is published
-            self._publish(request.lead)  # else with the first step, which must not wait for it
+        self._publisher.note(request.lead)
         return self._begin_decode(request)
 
     def place_locally(self, request_id: RequestId) -> list[Effect]:
@@ -202,6 +203,7 @@ class LocalScheduler:
         """
         if len(self._open_steps) > 1:
             raise LocalProtocolError("two steps are open already")
+        self._publisher.publish_all()
         effects: list[Effect] = []
         rows = self._plan_decodes(effects)
         budget = self._limits.max_num_batched_tokens - len(rows)
@@ -359,7 +361,7 @@ class LocalScheduler:
         if isinstance(result, RowFailed):
             return self.fail(request.request_id, ErrorCode.INTERNAL, result.message)
         sequence.num_computed += row.num_tokens
-        self._publish(sequence)
+        self._publisher.note(sequence)
         if not row.is_last:
             return self._progress(sequence)
         if not request.has_drawn:
@@ -375,12 +377,6 @@ class LocalScheduler:
         if request.has_drawn or not request.is_remote or num_blocks == 0:
             return []
         return [PromptProgressed(request.request_id, num_blocks)]
-
-    def _publish(self, sequence: Sequence) -> None:
-        num_full = sequence.num_computed // self._limits.block_size
-        if num_full > sequence.num_published:
-            self._blocks.publish(sequence.owner, sequence.tokens(0, sequence.num_computed))
-            sequence.num_published = num_full
 
     def _finish_prompt(
         self, request: LocalRequest, tokens: tuple[SampledToken, ...]
@@ -419,6 +415,8 @@ class LocalScheduler:
         request.phase = RequestPhase.DECODING
         request.has_drawn = True
         lead = request.lead
+        if len(request.sequences) > 1:
+            self._publisher.publish(lead)  # the others share its blocks as they are found
         num_prompt = len(request.new.prompt)
         effects: list[Effect] = [DecodeBegan(request.request_id)]
         for sequence in request.sequences:
@@ -495,6 +493,7 @@ class LocalScheduler:
 
     def _release(self, sequence: Sequence) -> None:
         if self._blocks.is_held(sequence.owner):
+            self._publisher.publish(sequence)
             self._blocks.release(sequence.owner)
         sequence.block_table = ()
         sequence.num_published = 0

@@ -24,7 +24,9 @@ log = structlog.get_logger()
 CPU_KV_BYTES = 2**30
 CPU_BATCHED_TOKENS = 512
 CPU_SEQS = 64
-GPU_BATCHED_TOKENS = 2048
+GPU_BATCHED_TOKENS = 8192
+GPU_CHUNK_TOKENS = 4096
+"""Steps of separate prefill workers: a chunk's blocks leave while the next one computes."""
 GPU_SEQS = 256
 
 
@@ -98,7 +100,8 @@ def _build_on_gpu(settings: Settings, config: ModelConfig, place: GpuPlace) -> M
     layout = load_model_layout(config, dtype, settings.block_size)
     device = torch.device("cuda", place.device_index)
     torch.cuda.set_device(device)
-    max_num_batched_tokens = settings.max_num_batched_tokens or GPU_BATCHED_TOKENS
+    usual_tokens = GPU_BATCHED_TOKENS if settings.combined else GPU_CHUNK_TOKENS
+    max_num_batched_tokens = settings.max_num_batched_tokens or usual_tokens
     max_num_seqs = settings.max_num_seqs or GPU_SEQS
     model = CudaModel.load(config, dtype, device, load_format=settings.load_format)
     pool_bytes = gpu_pool_bytes(
