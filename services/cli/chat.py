@@ -10,6 +10,8 @@ from urllib.parse import urlsplit
 from common.errors import ConfigError
 
 DEADLINE_SECONDS = 300.0
+MAX_TOKENS = 512
+"""Longest answer where none is asked for: a small model may never end by itself."""
 EXIT_WORDS = ("/exit", "/quit")
 
 
@@ -22,7 +24,10 @@ class ChatServer(Protocol):
 
 
 class HttpChatServer:
-    """The gateway at ``url``, such as http://127.0.0.1:8000; the model is asked for once."""
+    """The gateway at ``url``, such as http://127.0.0.1:8000; the model is asked for once.
+
+    Without ``max_tokens`` an answer has 512 tokens at most, and what the context leaves.
+    """
 
     def __init__(
         self,
@@ -38,8 +43,7 @@ class HttpChatServer:
         self._port = parts.port or 80
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._options: dict[str, object] = {}
-        if max_tokens is not None:
-            self._options["max_tokens"] = max_tokens
+        self._max_tokens = max_tokens
         if temperature is not None:
             self._options["temperature"] = temperature
         self.model = self._ask_model()
@@ -47,6 +51,15 @@ class HttpChatServer:
     def answer(self, messages: list[dict[str, str]]) -> Iterator[str]:
         """Stream one answer; closing the iterator closes the connection, which cancels."""
         body = {"model": self.model, "messages": messages, "stream": True, **self._options}
+        limited = {**body, "max_tokens": self._max_tokens or MAX_TOKENS}
+        try:
+            yield from self._answer(limited)
+        except _LongerThanContextError as error:
+            if self._max_tokens is not None:
+                raise ConfigError(str(error)) from None
+            yield from self._answer(body)
+
+    def _answer(self, body: dict[str, object]) -> Iterator[str]:
         connection = self._connect()
         try:
             connection.request(
@@ -57,7 +70,10 @@ class HttpChatServer:
             )
             response = connection.getresponse()
             if response.status != 200:
-                raise ConfigError(_error_text(response.status, response.read()))
+                data = response.read()
+                is_too_long = _error_param(data) == "max_tokens" and "max_tokens" in body
+                error = _LongerThanContextError if is_too_long else ConfigError
+                raise error(_error_text(response.status, data))
             yield from _texts(response)
         except (OSError, http.client.HTTPException) as error:
             raise ConfigError(f"the gateway did not answer: {error}") from error
@@ -76,7 +92,7 @@ class HttpChatServer:
         except (OSError, http.client.HTTPException) as error:
             raise ConfigError(
                 f"no gateway answers at http://{self._host}:{self._port} ({error}); start one with "
-                "`flowpath serve`"
+                "`flowpath serve`, or name its port with --port"
             ) from error
         except (ValueError, LookupError, TypeError) as error:
             raise ConfigError(f"http://{self._host}:{self._port} is no FlowPath gateway") from error
@@ -152,6 +168,17 @@ def _texts(response: http.client.HTTPResponse) -> Iterator[str]:
             text = choice.get("delta", {}).get("content")
             if text:
                 yield text
+
+
+class _LongerThanContextError(ConfigError):
+    """The context leaves less than ``max_tokens``."""
+
+
+def _error_param(data: bytes) -> object:
+    try:
+        return json.loads(data)["error"]["param"]
+    except (ValueError, LookupError, TypeError):
+        return None
 
 
 def _error_text(status: int, data: bytes) -> str:

@@ -146,7 +146,14 @@ def chat(
         str | None, typer.Option("--url", help="Gateway; by default this host's at --port.")
     ] = None,
     system: Annotated[str | None, typer.Option("--system", help="System message.")] = None,
-    max_tokens: Annotated[int | None, typer.Option("--max-tokens", min=1)] = None,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--max-tokens",
+            min=1,
+            help="Longest answer in tokens; by default 512, or what the context leaves.",
+        ),
+    ] = None,
     temperature: Annotated[float, typer.Option("--temperature", min=0.0)] = CHAT_TEMPERATURE,
     api_key: Annotated[
         str | None, typer.Option("--api-key", envvar="OPENAI_API_KEY", show_envvar=True)
