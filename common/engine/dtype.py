@@ -4,15 +4,12 @@ from pathlib import Path
 
 import torch
 
+from common.config.processor import CPU_INFO, has_native_bfloat16
 from common.errors import ConfigError
 from common.kv.layout import KVLayout
 from common.models.config import ModelConfig
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-NATIVE_BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
-"""Processor flags (x86 and Arm) of bfloat16 products in hardware."""
-
-CPU_INFO = Path("/proc/cpuinfo")
 
 
 def resolve_dtype(name: str, cpu_info: Path = CPU_INFO) -> str:
@@ -26,19 +23,6 @@ def resolve_dtype(name: str, cpu_info: Path = CPU_INFO) -> str:
         known = ", ".join(TORCH_DTYPES)
         raise ConfigError(f"dtype {name!r} is not supported on a CPU: auto, {known} are")
     return "bfloat16" if has_native_bfloat16(cpu_info) else "float32"
-
-
-def has_native_bfloat16(cpu_info: Path = CPU_INFO) -> bool:
-    """Tell whether the processor multiplies bfloat16 in hardware; no where it does not say."""
-    try:
-        text = cpu_info.read_text()
-    except OSError:
-        return False
-    for line in text.splitlines():
-        name, _, value = line.partition(":")
-        if name.strip() in ("flags", "Features"):
-            return not NATIVE_BFLOAT16_FLAGS.isdisjoint(value.split())
-    return False
 
 
 def load_model_layout(config: ModelConfig, dtype: str, block_size: int) -> KVLayout:

@@ -77,7 +77,10 @@ class WorkerLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRUCT)
 class PeerInfo:
-    """How to reach a worker's handoff channel. ``transports`` are its data paths, best first."""
+    """How to reach a worker's handoff channel. ``transports`` are its data paths, best first.
+
+    ``dtype`` is in ``layout_fingerprint`` too; here people can read it.
+    """
 
     worker_id: Annotated[WorkerId, Field(min_length=1, max_length=128)]
     epoch: EpochNumber
@@ -85,6 +88,7 @@ class PeerInfo:
     pid: Count
     host: Name
     handoff_endpoint: Endpoint
+    dtype: Name
     layout_fingerprint: Fingerprint
     transports: Annotated[tuple[Name, ...], Field(max_length=16)]
 

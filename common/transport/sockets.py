@@ -116,6 +116,17 @@ def check_endpoint(endpoint: str) -> None:
         )
 
 
+def check_bindable(endpoint: str) -> None:
+    """Bind a TCP endpoint and let it go again. ConfigError when that is not possible."""
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as probe:
+        try:
+            probe.bind(endpoint)
+        except zmq.ZMQError as error:
+            raise ConfigError(
+                f"cannot bind to {endpoint}: {error}; cluster_host must be an address of this host"
+            ) from error
+
+
 class _Wire:
     """A zmq socket in an asyncio loop, used by one loop only.
 

@@ -26,6 +26,7 @@ class PairedPeers:
         mine: PeerInfo = self._setup.self_info
         for name, expected, actual in (
             ("model_fingerprint", self._setup.model_fingerprint, request.model_fingerprint),
+            ("dtype", mine.dtype, request.peer.dtype),
             ("layout_fingerprint", mine.layout_fingerprint, request.peer.layout_fingerprint),
         ):
             if expected != actual:

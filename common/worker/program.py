@@ -28,7 +28,7 @@ from common.scheduler.steps import SchedulerLimits
 from common.telemetry.exposition import metrics_served
 from common.telemetry.logging import configure_logging
 from common.transfer.local import LocalBackend
-from common.transport.addresses import controller_endpoint, load_keys
+from common.transport.addresses import check_network, controller_endpoint, load_keys
 from common.transport.channels import CONTROL, HANDOFF, TOKENS
 from common.transport.sockets import Context, DealerLink, Identity, RouterHub, new_context
 from common.worker.control import ControlLink, WasFenced
@@ -61,6 +61,7 @@ def run(settings: Settings, role: Role, worker_id: str) -> int:
     )
     try:
         prepare_run_dir(settings.run_dir)
+        check_network(settings)
         machine = build_machine(settings, worker_id)
         gc.freeze()
         while True:
@@ -236,6 +237,7 @@ class _Incarnation:
             pid=os.getpid(),
             host=host_id(),
             handoff_endpoint=endpoint,
+            dtype=machine.layout.dtype,
             layout_fingerprint=machine.layout.fingerprint(),
             transports=transports,
         )

@@ -7,11 +7,13 @@ import sys
 from common.config.folders import prepare_run_dir
 from common.config.load import save_settings
 from common.config.settings import Settings
+from common.transport.addresses import check_network
 from services.cli.supervisor.prepare import prepare_model
 
 
 def become(program: str, settings: Settings, process_id: str) -> None:
     """Replace this process by ``python -m services.<program>`` with the same settings."""
+    check_network(settings)
     if program != "controller":
         settings = asyncio.run(prepare_model(settings, _tell))
     prepare_run_dir(settings.run_dir)

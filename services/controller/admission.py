@@ -20,11 +20,20 @@ def check_worker(members: Members, sender: PeerKey, hello: WorkerHello) -> Hello
     for name, expected, actual in (
         ("model_fingerprint", first.hello.model_fingerprint, hello.model_fingerprint),
         ("block_size", str(first.hello.block_size), str(hello.block_size)),
+        ("dtype", first.peer.dtype, peer.dtype),
         ("layout_fingerprint", first.peer.layout_fingerprint, peer.layout_fingerprint),
     ):
         if expected != actual:
-            return _refusal(name, expected, actual, f"worker {first.peer.worker_id} has another")
+            return _refusal(name, expected, actual, _DIFFERS[name])
     return None
+
+
+_DIFFERS = {
+    "model_fingerprint": "serve the same model folder everywhere",
+    "block_size": "start it with the same --block-size",
+    "dtype": "start all workers with the same --dtype; auto is what each processor does fastest",
+    "layout_fingerprint": "its version of FlowPath may be another one",
+}
 
 
 def check_gateway(members: Members, sender: PeerKey, hello: GatewayHello) -> HelloRefused | None:

@@ -292,6 +292,7 @@ def peer_info(
         pid=pid,
         host=host_id(),
         handoff_endpoint=endpoint,
+        dtype=LAYOUT.dtype,
         layout_fingerprint=LAYOUT.fingerprint(),
         transports=transports,
     )

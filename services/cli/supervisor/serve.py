@@ -9,11 +9,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
+from common.config import processor
 from common.config.folders import lock_file, prepare_run_dir
 from common.config.load import save_settings
 from common.config.settings import Settings
 from common.telemetry.logging import configure_logging
-from common.transport.addresses import controller_endpoint, load_keys
+from common.transport.addresses import check_network, controller_endpoint, load_keys
 from services.cli.supervisor.plan import plan_processes
 from services.cli.supervisor.prepare import (
     claim_port,
@@ -60,8 +61,17 @@ def _serve_on_port(settings: Settings) -> int:
             tidy(settings.run_dir, remove_folder=not was_there)
 
 
-_DTYPES = {"auto": "auto (bfloat16 on a GPU, else the fastest that this processor has)"}
 _TRANSPORTS = {"auto": "auto (shared memory; CUDA IPC between GPUs)", "shm": "shm (shared memory)"}
+
+
+def told_dtype(settings: Settings) -> str:
+    """Return the element type of the workers, as far as it is known before they start."""
+    if settings.dtype != "auto":
+        return settings.dtype
+    here = "bfloat16" if processor.has_native_bfloat16() else "float32"
+    if settings.device != "cpu" and processor.may_have_gpu():
+        return f"auto (bfloat16 on a GPU, {here} on this processor)"
+    return f"auto ({here})"
 
 
 async def _serve(settings: Settings, console: Console) -> int:
@@ -69,6 +79,7 @@ async def _serve(settings: Settings, console: Console) -> int:
         console.print(escape(line))
 
     tell(f"FlowPath {flowpath_version()}")
+    check_network(settings)
     settings = await prepare_model(settings, tell)
     specs = plan_processes(settings)
     settings_file = settings.run_dir / "settings.json"
@@ -83,7 +94,7 @@ async def _serve(settings: Settings, console: Console) -> int:
     for name, value in (
         ("url", f"{settings.url}/v1"),
         ("model", f"{settings.model_name} ({settings.model})"),
-        ("dtype", _DTYPES.get(settings.dtype, settings.dtype)),
+        ("dtype", told_dtype(settings)),
         ("processes", processes),
         ("transport", transport),
         ("logs", str(settings.log_dir)),

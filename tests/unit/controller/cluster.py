@@ -40,7 +40,14 @@ MODEL = "0123456789abcdef"
 LAYOUT = "fedcba9876543210"
 
 
-def peer(name: str, role: Role, epoch: int = 1, pid: int = 100, host: str = HOST) -> PeerInfo:
+def peer(
+    name: str,
+    role: Role,
+    epoch: int = 1,
+    pid: int = 100,
+    host: str = HOST,
+    dtype: str = "float32",
+) -> PeerInfo:
     return PeerInfo(
         worker_id=WorkerId(name),
         epoch=Epoch(epoch),
@@ -48,6 +55,7 @@ def peer(name: str, role: Role, epoch: int = 1, pid: int = 100, host: str = HOST
         pid=pid,
         host=host,
         handoff_endpoint=f"ipc:///tmp/{name}",
+        dtype=dtype,
         layout_fingerprint=LAYOUT,
         transports=("shm",),
     )
@@ -63,9 +71,10 @@ def worker_hello(
     num_blocks: int = 100,
     model: str = MODEL,
     block_size: int = 64,
+    dtype: str = "float32",
 ) -> WorkerHello:
     return WorkerHello(
-        peer=peer(name, role, epoch, pid, host),
+        peer=peer(name, role, epoch, pid, host, dtype),
         model_fingerprint=model,
         model_name="toy",
         max_model_len=8192,

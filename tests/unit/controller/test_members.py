@@ -60,6 +60,7 @@ def test_a_repeated_hello_is_answered_again_and_disturbs_nobody() -> None:
     [
         ({"model": OTHER}, "model_fingerprint", "0123456789abcdef", OTHER),
         ({"block_size": 32}, "block_size", "64", "32"),
+        ({"dtype": "bfloat16"}, "dtype", "float32", "bfloat16"),
     ],
 )
 def test_a_worker_that_differs_is_refused_with_both_values(
@@ -71,6 +72,7 @@ def test_a_worker_that_differs_is_refused_with_both_values(
     refused = only(effects, HelloRefused)[0][1]
     assert isinstance(refused, HelloRefused)
     assert (refused.field, refused.expected, refused.actual) == (field, expected, actual)
+    assert refused.message.startswith(f"{field} is {actual}, the cluster's is {expected}: ")
     assert worker_state(cluster, "d9") is None
 
 

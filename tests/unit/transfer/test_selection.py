@@ -23,6 +23,7 @@ OWN = PeerInfo(
     pid=10,
     host="alpha",
     handoff_endpoint="ipc:///run/p",
+    dtype="float32",
     layout_fingerprint="0" * 16,
     transports=("local", "shm"),
 )
