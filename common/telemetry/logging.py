@@ -16,6 +16,7 @@ import structlog
 from structlog.typing import EventDict, Processor, WrappedLogger
 
 from common.telemetry.log_file import LogFile
+from common.telemetry.notices import Notices
 
 _FIRST_KEYS = ("ts", "process", "pid", "level", "event")
 
@@ -27,7 +28,8 @@ def configure_logging(
 
     Call it once, at the start. Lines under ``level`` (debug, info, warning, error) cost almost
     nothing. With ``to_stderr`` each line goes to standard error too, where containers keep their
-    logs. Returns the file, which may be closed at the end. ConfigError when it cannot be opened.
+    logs; without, it gets notices. Returns the file, which may be closed at the end. ConfigError
+    when it cannot be opened.
     """
     file = LogFile(log_dir / f"{process}.jsonl")
     number = logging.getLevelNamesMapping()[level.upper()]
@@ -37,6 +39,7 @@ def configure_logging(
         structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,
         structlog.processors.ExceptionRenderer(traces),
+        *([] if to_stderr else [Notices()]),
         _Stamp(process),
         _to_json,
     ]

@@ -2,7 +2,13 @@
 
 from pathlib import Path
 
-from common.transport.security import ALLOWED_NAME, PUBLIC_NAME, SECRET_NAME, make_keys
+from common.transport.security import (
+    ALLOWED_NAME,
+    PUBLIC_NAME,
+    SECRET_NAME,
+    make_keys,
+    read_public_key,
+)
 from services.cli.terminal import out
 
 
@@ -12,6 +18,12 @@ def make_key_folder(folder: Path) -> None:
     console = out()
     console.print(f"made {folder / SECRET_NAME} (secret, never leaves this host)", soft_wrap=True)
     console.print(f"made {public} (public)", soft_wrap=True)
+    console.print(
+        f"A controller on this host is joined with --controller 'tcp://ADDRESS:7400?key="
+        f"{read_public_key(public).hex()}'",
+        soft_wrap=True,
+        markup=False,
+    )
     console.print(
         f"Each host needs a folder of its own. Copy every other host's {PUBLIC_NAME} into "
         f"{folder / ALLOWED_NAME}/ under a name ending in .key, then start FlowPath with "

@@ -87,6 +87,8 @@ class ControllerServer:
     async def serve(self) -> None:
         """Work until ``stop``; then close the sockets and remove their files."""
         log.info("controller_started", cause="start")
+        if self._control.endpoint.startswith("tcp://"):
+            log.info("joinable", controller=self._control.endpoint)
         try:
             with metrics_served(self.metrics.registry, self._metrics_port):
                 await self._serve()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import structlog
 
+from common.telemetry.notices import NOTICE
 from common.telemetry.progress import PROGRESS
 from services.cli.supervisor.plan import ProcessSpec
 
@@ -58,6 +59,8 @@ class Child:
             if self._tell is not None and text.startswith(PROGRESS):
                 self._tell(text.removeprefix(PROGRESS))
                 continue
+            if text.startswith(NOTICE):
+                continue  # its log has it
             self.output.append(text)
             log.info("child_output", cause=spec.name, child=spec.name, line=text)
         code = await process.wait()

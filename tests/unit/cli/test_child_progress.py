@@ -10,12 +10,13 @@ from services.cli.supervisor.plan import ProcessSpec, Stage
 PROGRAM = """
 import sys
 sys.stderr.write("progress: loading\\n")
+sys.stderr.write("notice: registered with the controller\\n")
 sys.stderr.write("a fault\\n")
 sys.exit(3)
 """
 
 
-async def test_progress_is_told_and_is_no_last_word(
+async def test_progress_is_told_and_neither_it_nor_a_notice_is_a_last_word(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "talkative.py").write_text(PROGRAM)

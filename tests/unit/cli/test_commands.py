@@ -10,8 +10,9 @@ import structlog
 from typer.testing import CliRunner
 
 from common.config.settings import Settings, environment
-from common.transport.security import make_keys
+from common.transport.security import Keys, make_keys
 from services.cli.main import app
+from services.cli.supervisor.serve import told_dtype
 
 
 @pytest.fixture(autouse=True)
@@ -202,6 +203,48 @@ def test_status_without_a_controller_ends_with_code_2_and_says_where_it_looked(
     assert f"no controller answered at {tmp_path / 'run'}" in err
 
 
+def test_an_address_of_another_host_ends_a_worker_before_it_loads_anything(
+    tmp_path: Path,
+) -> None:
+    make_keys(tmp_path / "keys")
+    flags = ("--keys", str(tmp_path / "keys"), "--cluster-host", "192.0.2.1")
+    for program in ("decode", "serve"):
+        code, _, err = run(program, "--port", "0", *flags)
+        assert code == 2
+        assert "cannot bind to tcp://192.0.2.1:0" in err
+        assert "cluster_host must be an address of this host" in err
+        assert not (tmp_path / "cache").exists(), "no model was made"
+
+
+def test_keygen_prints_the_key_as_an_endpoint_names_it(tmp_path: Path) -> None:
+    code, out, _ = run("keygen", str(tmp_path / "keys"))
+    assert code == 0
+    key = Keys.load(tmp_path / "keys").public
+    assert f"--controller 'tcp://ADDRESS:7400?key={key.hex()}'" in out
+
+
+@pytest.mark.parametrize(
+    ("dtype", "device", "is_native", "has_gpu", "expected"),
+    [
+        ("float32", "auto", True, True, "float32"),
+        ("auto", "auto", True, False, "auto (bfloat16)"),
+        ("auto", "cpu", False, True, "auto (float32)"),
+        ("auto", "auto", False, True, "auto (bfloat16 on a GPU, float32 on this processor)"),
+    ],
+)
+def test_the_banner_names_the_type_that_auto_is(
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: str,
+    device: str,
+    is_native: bool,
+    has_gpu: bool,
+    expected: str,
+) -> None:
+    monkeypatch.setattr("common.config.processor.has_native_bfloat16", lambda: is_native)
+    monkeypatch.setattr("common.config.processor.may_have_gpu", lambda: has_gpu)
+    assert told_dtype(Settings(dtype=dtype, device=device)) == expected
+
+
 LINES = [
     {"ts": "2026-01-01T00:00:01.000001+00:00", "process": "gateway-0", "pid": 1, "level": "info",
      "event": "request_received", "request_id": "r"},
@@ -250,4 +293,4 @@ def test_chat_without_a_gateway_says_how_to_start_one() -> None:
         port = taken.getsockname()[1]
     code, _, err = run("chat", "--port", str(port))
     assert code == 2
-    assert "start one with `flowpath serve`" in err
+    assert "start one with `flowpath serve`, or name its port with --port" in err
