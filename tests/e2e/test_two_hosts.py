@@ -204,7 +204,7 @@ async def test_a_key_that_is_not_let_in_is_named_on_both_hosts_and_never_answere
     stranger = b.folder / "stranger"
     make_keys(stranger)
     light.start(a, "controller")
-    light.start(b, "decode-0", keys=stranger)
+    program = light.start(b, "decode-0", keys=stranger)
     refused = await light.wait_logged(b, "decode-0", "handshake_refused")
     rejected = await light.wait_logged(a, "controller", "key_rejected")
     key = shown_key(Keys.load(stranger).public)
@@ -214,6 +214,14 @@ async def test_a_key_that_is_not_let_in_is_named_on_both_hosts_and_never_answere
     await light.wait_logged(b, "decode-0", "waiting_for_controller", number=2)
     await _assert_nobody_is_known(light)
     assert light.logged(b, "decode-0", "registered") == []
+    told = [line for line in program.output.splitlines() if line.startswith("notice: ")]
+    assert len(told) == 2, "each thing once"
+    assert "waiting for the controller at tcp://10.77.0.1:7400" in program.output
+    assert f"it does not let our key in: add our node.key to its allowed/ (our_key {key}" in (
+        program.output
+    )
+    assert f"key {key} is turned away" in light.programs["controller"].output
+    assert f"--controller '{light.join()}' on other hosts" in light.programs["controller"].output
 
 
 async def test_a_pair_whose_key_is_not_let_in_is_told_and_serves_once_it_is(
@@ -319,10 +327,14 @@ async def test_a_worker_that_is_killed_on_the_other_host_is_back_after_its_silen
     await light.stop("decode-0", "controller")
 
 
-async def test_a_host_without_its_key_ends_and_says_how_to_make_one(light: HostedCluster) -> None:
+@pytest.mark.parametrize("name", ["gateway-0", "decode-0"])
+async def test_a_host_without_its_key_ends_at_once_and_says_how_to_make_one(
+    light: HostedCluster, name: str
+) -> None:
     b = light.cable.b
-    program = light.start(b, "gateway-0", keys=b.folder / "nowhere", controller=light.join())
-    assert await light.ended("gateway-0") == EXIT_CONFIG_ERROR
+    program = light.start(b, name, keys=b.folder / "nowhere", controller=light.join())
+    assert await light.ended(name) == EXIT_CONFIG_ERROR
+    assert light.logged(b, name, "worker_built") == []
     assert f"{b.folder}/nowhere/node.key_secret: no such key" in program.output
     assert "flowpath keygen" in program.output
 
@@ -355,6 +367,7 @@ async def test_the_commands_of_the_manual_join_a_second_host_over_tcp(
         told = ["--controller", endpoint[1], "--worker-id", "decode-b"]
         cluster.run(b, "decode-b", [*flowpath, "decode", *_flags(cluster, b, model_folder), *told])
         await cluster.wait_ready("prefill-0", "decode-0", "decode-b")
+        await cluster.wait_printed("decode-b", "notice: registered with the controller")
         bodies = [_completion(encode, 200, 7000 + 100 * n, max_tokens=24) for n in range(4)]
         answers = await asyncio.gather(*(cluster.ask(TEXT, body) for body in bodies))
         for body, answer in zip(bodies, answers, strict=True):
