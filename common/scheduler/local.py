@@ -203,7 +203,6 @@ class LocalScheduler:
         """
         if len(self._open_steps) > 1:
             raise LocalProtocolError("two steps are open already")
-        self._publisher.publish_all()
         effects: list[Effect] = []
         rows = self._plan_decodes(effects)
         budget = self._limits.max_num_batched_tokens - len(rows)
@@ -231,6 +230,10 @@ class LocalScheduler:
         for row, result in zip(plan.rows, results, strict=True):
             effects += self._finish_row(row, result)
         return effects
+
+    def publish(self) -> None:
+        """Make what was computed findable for later prompts. Nobody need wait for it."""
+        self._publisher.publish_all()
 
     def load(self, *, num_sending: int, num_receiving: int) -> WorkerLoad:
         """Count what there is to do."""
@@ -374,9 +377,8 @@ class LocalScheduler:
     def _progress(self, sequence: Sequence) -> list[Effect]:
         request = sequence.request
         num_blocks = sequence.num_computed // self._limits.block_size
-        if request.has_drawn or not request.is_remote or num_blocks == 0:
-            return []
-        return [PromptProgressed(request.request_id, num_blocks)]
+        is_wanted = request.is_remote and not request.has_drawn and num_blocks > 0
+        return [PromptProgressed(request.request_id, num_blocks)] if is_wanted else []
 
     def _finish_prompt(
         self, request: LocalRequest, tokens: tuple[SampledToken, ...]

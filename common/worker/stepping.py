@@ -58,14 +58,15 @@ class StepPipeline:
         """Whether no step is in flight."""
         return not self._in_flight
 
-    async def turn(self, plan: StepPlan | None) -> list[FinishedStep]:
+    def turn(self, plan: StepPlan | None) -> asyncio.Future[list[FinishedStep]]:
         """Launch a plan, if there is one, and return what is finished.
 
-        Waits for the oldest step when no more may be launched, or nothing is to be.
+        The thread begins at once, and waits for the oldest step when no more may be launched, or
+        nothing is to be.
         """
         rows = None if plan is None else step_rows(plan, self._number_of)
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._thread, self._turn, plan, rows)
+        return loop.run_in_executor(self._thread, self._turn, plan, rows)
 
     def __enter__(self) -> None:
         """Begin; at the end the engine's thread waits for what is in flight, as its last work.

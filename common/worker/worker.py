@@ -395,11 +395,14 @@ class HybridWorker:
                 plan, effects = self._scheduler.plan()
                 self.execute(effects)
                 if plan is None and self._steps.is_idle:
+                    self._scheduler.publish()
                     await self._rest()
                     clock.start()
                     continue
                 clock.hand_over(plan)
-                for finished in clock.take_over(await self._steps.turn(plan)):
+                turn = self._steps.turn(plan)
+                self._scheduler.publish()
+                for finished in clock.take_over(await turn):
                     self.execute(self._scheduler.finish_step(finished.plan, finished.results))
 
     async def _rest(self) -> None:

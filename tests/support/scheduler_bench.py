@@ -166,6 +166,7 @@ class Bench:
         """Plan a step and look at its bounds."""
         plan, effects = self.scheduler.plan()
         self.take(effects)
+        self.scheduler.publish()
         if plan is not None:
             self._look_at(plan)
         return plan, effects

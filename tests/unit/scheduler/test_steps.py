@@ -182,13 +182,14 @@ def test_a_known_prefix_is_not_computed_again_but_the_last_token_is() -> None:
     assert bench.violations == []
 
 
-def test_a_chunk_is_a_prefix_for_others_in_the_step_after_it() -> None:
-    bench = Bench(budget=16, num_blocks=16)
-    bench.add(new_request("a", prompt(20), max_tokens=1))
+def test_a_chunk_is_a_prefix_for_others_once_the_step_after_it_is_planned() -> None:
+    bench = Bench(budget=16, num_blocks=24)
+    bench.add(new_request("a", prompt(40), max_tokens=1))
+    bench.step()
     bench.step()
     bench.add(new_request("b", prompt(17), max_tokens=1))
     plan, _ = bench.plan()
-    assert rows_of(plan) == [("a/0", 16, 4), ("b/0", 16, 1)]
+    assert rows_of(plan) == [("a/0", 32, 8), ("b/0", 16, 1)]
 
 
 def test_outputs_extend_the_known_prefix_of_a_conversation() -> None:
