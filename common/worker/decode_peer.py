@@ -85,13 +85,18 @@ class DecodePeer:
             )
         return None
 
+    def is_given_up(self, now: float) -> bool:
+        """Whether the pairing took too long."""
+        return now - self.begun_at > PAIRING_SECONDS
+
     def why_not_paired(self, now: float) -> str | None:
-        """Say why the pairing has to be given up, if so."""
-        if self.link.refusal is not None:
-            return self.link.refusal
-        if now - self.begun_at > PAIRING_SECONDS:
+        """Say why the pairing has failed so far, if it has.
+
+        A key that is not let in may be so soon: the link keeps trying, and has the request queued.
+        """
+        if self.link.refusal is None and self.is_given_up(now):
             return f"no answer within {PAIRING_SECONDS:g} s"
-        return None
+        return self.link.refusal
 
     def trouble(self, now: float) -> str:
         """Say why nothing should be sent to it for now; empty when there is no reason."""
@@ -108,13 +113,13 @@ class FailedPairs:
     def __init__(self) -> None:
         self._failed: dict[PeerKey, tuple[PeerInfo, str, float]] = {}
 
-    def add(self, info: PeerInfo, reason: str, now: float) -> None:
+    def add(self, info: PeerInfo, reason: str, retry_at: float) -> None:
         """Note a failure, and log it unless it is the one that is known."""
         key = (info.worker_id, info.epoch)
         known = self._failed.get(key)
         if known is None or known[1] != reason:
             log.error("pairing_failed", peer=info.worker_id, reason=reason)
-        self._failed[key] = (info, reason, now + RETRY_SECONDS)
+        self._failed[key] = (info, reason, retry_at)
 
     def discard(self, key: PeerKey) -> None:
         """Forget one: it is paired, or gone."""

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from time import monotonic
 
 import structlog
@@ -56,7 +57,7 @@ from common.messages.handoff import (
 from common.scheduler.request import LocalRequest
 from common.transfer.backend import TransferBackend, WriteReport
 from common.transport.sockets import DealerLink
-from common.worker.decode_peer import DecodePeer, FailedPairs, PeerKey
+from common.worker.decode_peer import RETRY_SECONDS, DecodePeer, FailedPairs, PeerKey
 from common.worker.payload import pack_checksums, pack_ids, unpack_ids
 from common.worker.setup import HandoffSetup
 
@@ -165,7 +166,8 @@ class OutboundHandoffs:
             case PairRefused():
                 self._pairing_failed(
                     peer,
-                    f"{message.field} is {message.actual} there and {message.expected} here",
+                    f"{message.field} is {message.expected} there and {message.actual} here",
+                    retry_seconds=inf,  # for this incarnation it stays so
                 )
             case LeasesRenewed():
                 self._renewed(peer, message)
@@ -198,16 +200,22 @@ class OutboundHandoffs:
                 self._send_reserve(self._transfers[transfer_id])
             peer.unsent.clear()
 
-    def _pairing_failed(self, peer: DecodePeer, message: str) -> None:
-        self._failed.add(peer.info, message, monotonic())
+    def _pairing_failed(
+        self, peer: DecodePeer, message: str, retry_seconds: float = RETRY_SECONDS
+    ) -> None:
+        """Give a pairing up, to be begun anew after a while."""
         self._peers.pop(peer.key, None)
         peer.is_gone = True
+        self._refuse_unsent(peer, message, retry_seconds)
+        peer.link.close()
+
+    def _refuse_unsent(self, peer: DecodePeer, message: str, retry_seconds: float) -> None:
+        self._failed.add(peer.info, message, monotonic() + retry_seconds)
         refused = ReserveRefusedReceived(
             ErrorCode.TRANSFER_FAILED, f"cannot pair with {peer.info.worker_id}: {message}"
         )
         for transfer_id in list(peer.unsent):
             self._handle(self._transfers[transfer_id], refused)
-        peer.link.close()
 
     # ---- transfers -------------------------------------------------------------------------------
 
@@ -247,8 +255,12 @@ class OutboundHandoffs:
     def tick(self, now: float) -> None:
         """Notice expired leases, and peers that do not pair."""
         for peer in [p for p in self._peers.values() if p.pool is None]:
-            if (reason := peer.why_not_paired(now)) is not None:
+            if (reason := peer.why_not_paired(now)) is None:
+                continue
+            if peer.is_given_up(now):
                 self._pairing_failed(peer, reason)
+            else:
+                self._refuse_unsent(peer, reason, RETRY_SECONDS)
         for info in self._failed.due(now):
             self._peer(info)
         for transfer in list(self._transfers.values()):
