@@ -1,10 +1,10 @@
 """The default model's weights on a GPU beside the CPU engine's answers."""
 
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-import torch
 
 from common.sampling import SampledToken, SamplingParams
 from tests.support.cuda_runs import PooledCudaEngine
@@ -20,6 +20,7 @@ pytestmark = [
 MIN_PROMPTS = 40
 MAX_PROMPT_TOKENS = 1000
 NUM_NEW = 16
+NUM_THREADS = max(1, len(os.sched_getaffinity(0)) // 2)
 TIE = 1e-3
 LOGPROB_TOLERANCE = 1e-3
 NUM_REQUESTS = 200
@@ -35,19 +36,29 @@ def prompts(encode: Encode) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def answers(model_folder: Path, prompts: list[list[int]]) -> list[list[SampledToken]]:
     """What the CPU engine draws in fp32."""
-    torch.set_num_threads(8)
-    engine = PooledEngine(model_folder, num_blocks=64 * len(prompts))
-    return [generate_on_cpu(engine, prompt, NUM_NEW) for prompt in prompts]
+    return generate_on_cpu(model_folder, "float32", prompts, NUM_NEW)
 
 
-def generate_on_cpu(engine: PooledEngine, prompt: list[int], num_new: int) -> list[SampledToken]:
-    table = engine.blocks_for(len(prompt) + num_new)
-    tokens = [engine.execute(row(prompt, 0, table, params=GREEDY))[0][0]]
-    while len(tokens) < num_new:
-        start = len(prompt) + len(tokens) - 1
-        step = row([tokens[-1].token_id], start, table, params=GREEDY)
-        tokens.append(engine.execute(step)[0][0])
-    return tokens
+def generate_on_cpu(
+    folder: Path, dtype: str, prompts: list[list[int]], num_new: int
+) -> list[list[SampledToken]]:
+    """Prefill one prompt after the other, then decode all of them together."""
+    engine = PooledEngine(
+        folder, dtype=dtype, num_blocks=64 * len(prompts), num_threads=NUM_THREADS
+    )
+    tables = [engine.blocks_for(len(prompt) + num_new) for prompt in prompts]
+    outputs = [
+        [engine.execute(row(prompt, 0, table, params=GREEDY))[0][0]]
+        for prompt, table in zip(prompts, tables, strict=True)
+    ]
+    for step in range(num_new - 1):
+        rows = [
+            row([tokens[-1].token_id], len(prompt) + step, table, params=GREEDY)
+            for prompt, tokens, table in zip(prompts, outputs, tables, strict=True)
+        ]
+        for tokens, (token,) in zip(outputs, engine.execute(*rows), strict=True):
+            tokens.append(token)
+    return outputs
 
 
 def is_tie(token: SampledToken) -> bool:
@@ -75,20 +86,16 @@ def test_fp32_draws_the_cpu_engines_tokens(
     assert len(prompts) >= MIN_PROMPTS
 
 
-def first_logprobs(token: SampledToken) -> dict[int, float]:
-    return dict(token.top_logprobs)
-
-
 def noise(
-    answers: Sequence[Sequence[SampledToken]], first: Callable[[int], SampledToken]
+    expected: Sequence[Sequence[SampledToken]], told: Sequence[Sequence[SampledToken]]
 ) -> list[float]:
-    """Return the largest difference of each prompt's best 20 logprobs from the fp32 ones."""
+    """Return the largest difference of each prompt's best logprobs after it."""
     found = []
-    for place, tokens in enumerate(answers):
-        expected, told = dict(tokens[0].top_logprobs), first_logprobs(first(place))
-        both = expected.keys() & told.keys()
+    for theirs, ours in zip(expected, told, strict=True):
+        best, other = dict(theirs[0].top_logprobs), dict(ours[0].top_logprobs)
+        both = best.keys() & other.keys()
         assert len(both) >= 10, "other tokens are best"
-        found.append(max(abs(expected[token_id] - told[token_id]) for token_id in both))
+        found.append(max(abs(best[token_id] - other[token_id]) for token_id in both))
     return found
 
 
@@ -101,15 +108,12 @@ def test_16_bit_logits_are_fp32_ones_with_the_types_own_noise(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The noise of bfloat16 is what the CPU engine has in it."""
-    on_cpu = PooledEngine(model_folder, dtype="bfloat16", num_blocks=64 * len(prompts))
-    cpu_noise = noise(answers, lambda place: generate_on_cpu(on_cpu, prompts[place], 1)[0])
+    cpu_noise = noise(answers, generate_on_cpu(model_folder, "bfloat16", prompts, 1))
     engine = PooledCudaEngine(
         model_folder, device="cuda", dtype=dtype, num_blocks=64 * len(prompts)
     )
-    gpu_noise = noise(
-        answers,
-        lambda place: engine.generate([prompts[place]], GREEDY, 1, ahead=False)[0][0],
-    )
+    drawn = [engine.generate([prompt], GREEDY, 1, ahead=False)[0] for prompt in prompts]
+    gpu_noise = noise(answers, drawn)
     mean = (sum(gpu_noise) / len(gpu_noise), sum(cpu_noise) / len(cpu_noise))
     with capsys.disabled():
         print(f"\n{dtype}: mean noise {mean[0]:.4f}, of bfloat16 on the CPU {mean[1]:.4f}")

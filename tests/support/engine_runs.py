@@ -27,12 +27,13 @@ class PooledEngine:
         block_size: int = 16,
         num_blocks: int = 64,
         seed: int = 0,
+        num_threads: int = 1,
     ) -> None:
         self.config = ModelConfig.load(folder)
         self.layout = load_model_layout(self.config, dtype, block_size)
         # NaN everywhere: what is read without having been written shows.
         self.pool = torch.full((num_blocks * self.layout.block_bytes,), 255, dtype=torch.uint8)
-        self.engine = CpuEngine(folder, self.layout, self.pool)
+        self.engine = CpuEngine(folder, self.layout, self.pool, num_threads)
         order = np.random.default_rng(seed).permutation(num_blocks)
         self._free = [int(block) for block in order]
 
