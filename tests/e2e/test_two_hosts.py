@@ -3,6 +3,7 @@
 import asyncio
 import platform
 import re
+import shutil
 import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -151,6 +152,7 @@ async def test_a_link_cut_in_the_middle_of_a_transfer_fails_by_name_and_leaks_no
     where, first = (cable.a, 9500) if end == "prefill's" else (cable.b, 10500)
     num_closed = len(hosted.logged(cable.b, "decode-0", "handoff_closed"))
     num_registered = len(hosted.logged(cable.b, "decode-0", "registered"))
+    num_silent = len(hosted.logged(cable.b, "decode-0", "controller_silent"))
     before = cable.num_bytes_to_b()
     cable.slow_down(SLOW_MEGABITS)  # so that the transfer lasts for seconds
     try:
@@ -169,6 +171,7 @@ async def test_a_link_cut_in_the_middle_of_a_transfer_fails_by_name_and_leaks_no
         # The decode side lets go by itself, while nobody can reach it.
         closed = await hosted.wait_logged(cable.b, "decode-0", "handoff_closed", num_closed + 1)
         assert closed.fact("outcome") != "HandedOver"
+        await hosted.wait_logged(cable.b, "decode-0", "controller_silent", num_silent + 1)
     finally:
         cable.mend(where)
         cable.speed_up()
@@ -248,6 +251,38 @@ async def test_a_pair_whose_key_is_not_let_in_is_told_and_serves_once_it_is(
     await light.wait_ready("prefill-0", "decode-0")
     assert len(light.logged(a, "prefill-0", "pairing_failed")) == 1, "told once"
     await light.stop("gateway-0", "prefill-0", "decode-0", "controller")
+
+
+@pytest.mark.skipif(shutil.which("iptables") is None, reason="there is no iptables")
+async def test_a_worker_that_cannot_be_reached_gets_no_requests_and_is_told_of(
+    light: HostedCluster,
+) -> None:
+    a, b = light.cable.a, light.cable.b
+    b.run("iptables", "-A", "INPUT", "-p", "tcp", "--syn", "-j", "DROP")
+    for name in ("controller", "prefill-0", "gateway-0", "decode-0"):
+        light.start(a, name)
+    light.start(b, "decode-b")
+    await light.wait_ready("prefill-0", "decode-0", "decode-b")
+
+    def is_known(report: StatusReport) -> bool:
+        pairs = [pair for worker in report.workers for pair in worker.pairs if pair.reason]
+        return [(pair.worker_id, pair.reason) for pair in pairs] == [
+            ("decode-b", "not paired within 3 s")
+        ]
+
+    report = await light.wait_until("decode-b is known to be unpaired", is_known)
+    assert report.is_ready
+    began = monotonic()
+    body: Json = {"prompt": [5, 6, 7], "max_tokens": 4, "temperature": 0}
+    told = await asyncio.gather(*(light.http(TEXT, body) for _ in range(8)))
+    assert [one["status"] for one in told] == [200] * 8
+    assert monotonic() - began < 4.0, "nobody waited for it"
+    placed = light.logged(a, "controller", "request_placed")
+    assert {entry.fact("decode") for entry in placed} == {"decode-0"}
+    await light.kill("decode-0")
+    light.programs.pop("decode-0")
+    report = await light.wait_until("nobody is left", lambda one: not one.is_ready)
+    assert report.reason == "prefill-0 cannot hand over to decode-b: not paired within 3 s"
 
 
 async def test_a_controller_that_does_not_hold_the_named_key_is_told_by_name(

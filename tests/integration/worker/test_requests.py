@@ -7,7 +7,13 @@ from structlog.testing import capture_logs
 
 from common.errors import ErrorCode
 from common.ids import RequestId
-from common.messages.control import DecodeRefused, DecodeStarted, RequestFailed, RequestFinished
+from common.messages.control import (
+    DecodeRefused,
+    DecodeStarted,
+    RequestFailed,
+    RequestFinished,
+    WorkerAccepted,
+)
 from common.messages.fields import Role
 from common.sampling import FinishReason, SamplingParams
 from tests.support.running_worker import WorkerOptions
@@ -206,6 +212,23 @@ async def test_an_idle_worker_that_drains_refuses_what_was_on_its_way_before_it_
             refused = await cluster.heard("combined", RequestFailed, "late")
             assert refused.code is ErrorCode.SHUTTING_DOWN
         assert draining.result() is True
+
+
+async def test_a_registration_is_told_once_however_many_hellos_are_answered(
+    tmp_path: Path,
+) -> None:
+    with capture_logs() as logs:
+        async with harness(tmp_path) as cluster:
+            worker = await cluster.start_worker("combined", Role.COMBINED)
+            accepted = WorkerAccepted(
+                role=Role.COMBINED, role_generation=1, heartbeat_seconds=0.02, peers=()
+            )
+            for _ in range(3):
+                cluster.order("combined", accepted)
+            cluster.place("r", PROMPT, GREEDY, prefill="combined", decode=None)
+            await cluster.answer("r")
+            await worker.idle()
+    assert [entry["event"] for entry in logs].count("registered") == 1
 
 
 async def test_a_controller_that_is_silent_is_told_of_once_and_so_is_its_return(
