@@ -262,6 +262,7 @@ def _plausible(value: Value, name: str, epoch: Epoch) -> Value:
         "gateway_id": name,
         "epoch": epoch,
         "model_fingerprint": MODEL,
+        "dtype": LAYOUT.dtype,
         "layout_fingerprint": LAYOUT.fingerprint(),
         "block_size": LAYOUT.block_size,
         "block_bytes": LAYOUT.block_bytes,
