@@ -5,8 +5,6 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import structlog
@@ -32,19 +30,11 @@ from services.gateway.cluster import ClusterBackend
 from services.gateway.http_protocol import stall_aware_protocol
 from services.gateway.http_settings import HttpSettings
 from services.gateway.listener import BACKLOG, bind_listener
+from services.gateway.server import GatewayServer
 
 log = structlog.get_logger()
 
 LAST_WORDS_SECONDS = 0.5
-
-
-class _Server(uvicorn.Server):
-    """uvicorn, with the signals left to us."""
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Leave the process's signal handlers alone."""
-        yield
 
 
 def serve(settings: Settings, gateway_id: str) -> int:
@@ -111,7 +101,7 @@ async def _serve(settings: Settings, gateway_id: GatewayId) -> None:
     )
     app = build_app(backend, limits)
     gc.freeze()  # what lives as long as the process is not walked again in the middle of a burst
-    server = _Server(
+    server = GatewayServer(
         uvicorn.Config(
             app,
             loop="uvloop",
@@ -120,32 +110,35 @@ async def _serve(settings: Settings, gateway_id: GatewayId) -> None:
             log_config=None,
             access_log=False,
             server_header=False,
-            timeout_graceful_shutdown=max(1, int(settings.drain_seconds)),
+            timeout_graceful_shutdown=1,  # nothing runs any more: the drain is over
             backlog=BACKLOG,
         )
     )
+    stop_asked = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, _stop, server, backend)
+        loop.add_signal_handler(number, stop_asked.set)
+
+    async def stopping() -> None:
+        await stop_asked.wait()
+        backend.drain()
+        await server.drain(app.state.admission, settings.drain_seconds)
+
     log.info("gateway_listening", url=url, model=model.name)
     registry = app.state.metrics.registry
     try:
         with metrics_served(registry, settings.metrics_port(gateway_id)):
             async with asyncio.TaskGroup() as tasks:
                 channels = tasks.create_task(backend.run(), name="cluster")
+                stop = tasks.create_task(stopping(), name="stop")
                 await server.serve(sockets=[listener])
+                stop.cancel()
                 channels.cancel()
     finally:
         backend.close(LAST_WORDS_SECONDS)
         listener.close()
         context.destroy(linger=int(LAST_WORDS_SECONDS * 1000))
     log.info("stopped")
-
-
-def _stop(server: uvicorn.Server, backend: ClusterBackend) -> None:
-    log.info("draining")
-    backend.drain()
-    server.should_exit = True
 
 
 if __name__ == "__main__":

@@ -53,6 +53,7 @@ def build_app(backend: Backend, settings: HttpSettings) -> FastAPI:
         redirect_slashes=False,
     )
     app.state.metrics = metrics
+    app.state.admission = admission
     # The last one added is the outermost.
     app.add_middleware(HeadAsGet)
     if settings.api_keys:
@@ -160,6 +161,8 @@ def _add_operator_routes(
     async def health() -> JSONResponse:
         """Tell whether requests can be served, and if not why."""
         is_ready, reason = backend.readiness()
+        if admission.drain.has_begun:
+            is_ready, reason = False, "the gateway is shutting down"
         if is_ready:
             return JSONResponse({"status": "ok"})
         return JSONResponse({"status": "unavailable", "reason": reason}, status_code=503)

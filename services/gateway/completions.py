@@ -52,15 +52,17 @@ class CompletionService:
         went away.
         """
         with self._admission.slots(1):
-            body = await connection.read_body(
-                self._settings.max_body_bytes, self._settings.body_timeout_seconds
-            )
+            async with self._admission.drain.bounds():
+                body = await connection.read_body(
+                    self._settings.max_body_bytes, self._settings.body_timeout_seconds
+                )
             request = parse_body(request_type, body)
             del body
             await connection.run(lambda: self._complete(connection, request))
 
     async def _complete(self, connection: Connection, request: CompletionRequest) -> None:
-        plan = await self._planner.plan(connection.request_id, request)
+        async with self._admission.drain.bounds():
+            plan = await self._planner.plan(connection.request_id, request)
         shape_type = ChatShape if isinstance(request, ChatRequest) else TextShape
         shape = shape_type(connection.request_id, self._tokenizer.token_bytes, plan)
         head: Json = {
@@ -81,10 +83,12 @@ class CompletionService:
     ) -> None:
         self._log_start(connection, plan)
         async with AsyncExitStack() as stack:
-            submissions = await self._submit(plan, stack)
+            async with self._admission.drain.bounds():
+                submissions = await self._submit(plan, stack)
             connection.note_admitted()
             self._metrics.prompt_tokens.inc(plan.num_prompt_tokens)
-            generation = Generation(plan, submissions, self._tokenizer.token_bytes, self._metrics)
+            table, drain = self._tokenizer.token_bytes, self._admission.drain
+            generation = Generation(plan, submissions, table, self._metrics, drain)
             try:
                 failure = await answer.write(connection, generation)
             except asyncio.CancelledError:

@@ -10,6 +10,7 @@ from common.sampling import FinishReason
 from services.gateway.backend import PromptDone, Submission, TokenDelta
 from services.gateway.choice import ChoiceAssembler, ChoicePiece
 from services.gateway.detokenizer import TokenBytes
+from services.gateway.drain import Drain
 from services.gateway.logprobs import Json
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.plan import CompletionPlan, PromptPlan
@@ -28,8 +29,10 @@ class Generation:
         submissions: Sequence[Submission],
         token_bytes: TokenBytes,
         metrics: GatewayMetrics,
+        drain: Drain,
     ) -> None:
         self._plan = plan
+        self._drain = drain
         self._prompts = [
             _PromptGeneration(prompt, plan.stops, submission, token_bytes, metrics)
             for prompt, submission in zip(plan.prompts, submissions, strict=True)
@@ -54,7 +57,7 @@ class Generation:
         """Give every piece to ``take``, one at a time, until every choice is finished.
 
         The prompts take turns in the order in which their tokens come. The first ``RequestError``
-        of any prompt is raised, once the others have stopped.
+        of any prompt is raised, once the others have stopped; the end of a drain is one.
         """
         turn = asyncio.Lock()
         num_choices = self._plan.num_choices_per_prompt
@@ -65,9 +68,10 @@ class Generation:
                     async with turn:
                         await take(first_choice + choice, piece)
 
-        await run_together(
-            [drive(prompt, index * num_choices) for index, prompt in enumerate(self._prompts)]
-        )
+        async with self._drain.bounds():
+            await run_together(
+                [drive(prompt, index * num_choices) for index, prompt in enumerate(self._prompts)]
+            )
 
     def usage(self) -> Json:
         """Return OpenAI's ``usage`` for what was answered so far, summed over the prompts."""

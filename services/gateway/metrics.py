@@ -33,6 +33,11 @@ class GatewayMetrics:
             ("route",),
             registry=self.registry,
         )
+        self.cut_by_drain = Counter(
+            "flowpath_requests_cut_by_drain",
+            "Requests that had not ended when a stop's drain_seconds were over.",
+            registry=self.registry,
+        )
         self.running = Gauge(
             "flowpath_num_requests_running",
             "Requests in work in this gateway; each prompt of a list is one.",

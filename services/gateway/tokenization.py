@@ -90,9 +90,10 @@ class TokenizationService:
         )
 
     async def _body(self, connection: Connection) -> bytes:
-        return await connection.read_body(
-            self._settings.max_body_bytes, self._settings.body_timeout_seconds
-        )
+        async with self._admission.drain.bounds():
+            return await connection.read_body(
+                self._settings.max_body_bytes, self._settings.body_timeout_seconds
+            )
 
     def _check_model(self, name: str | None) -> None:
         if name is not None:
