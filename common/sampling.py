@@ -2,9 +2,9 @@
 
 from dataclasses import field
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Self
 
-from pydantic import ConfigDict, Field, StrictBool
+from pydantic import ConfigDict, Field, StrictBool, model_validator
 from pydantic.dataclasses import dataclass
 
 MAX_TOP_LOGPROBS = 20
@@ -32,6 +32,10 @@ class SamplingParams:
     function of (seed, choice, position) and a stream can be resumed anywhere. ``num_logprobs``
     is None for none, else how many alternatives (0 to 20) come beside the drawn token's own.
     ``eos_token_ids`` end a choice unless ``ignore_eos``. ``min_tokens`` bans them before.
+
+    A request that lost its worker goes on with what was drawn: the last ``num_drawn`` tokens of its
+    prompt are outputs, which ``max_tokens`` and ``min_tokens`` count, and its choices are numbered
+    from ``first_choice``, as their draws were.
     """
 
     seed: Annotated[int, Field(strict=True, ge=0, le=MAX_SEED)]
@@ -50,6 +54,28 @@ class SamplingParams:
     min_tokens: Annotated[int, Field(strict=True, ge=0)] = 0
     eos_token_ids: tuple[TokenId, ...] = ()
     stop_token_ids: tuple[TokenId, ...] = ()
+    first_choice: Annotated[int, Field(strict=True, ge=0, lt=MAX_CHOICES)] = 0
+    num_drawn: Annotated[int, Field(strict=True, ge=0)] = 0
+
+    @model_validator(mode="after")
+    def _check_rest(self) -> Self:
+        if self.num_drawn >= self.max_tokens:
+            raise ValueError(
+                f"num_drawn {self.num_drawn} leaves nothing of {self.max_tokens} tokens"
+            )
+        if self.choices.stop > MAX_CHOICES:
+            raise ValueError(f"choices up to {self.choices.stop} of {MAX_CHOICES}")
+        return self
+
+    @property
+    def num_left(self) -> int:
+        """Tokens that each choice may still draw."""
+        return self.max_tokens - self.num_drawn
+
+    @property
+    def choices(self) -> range:
+        """The numbers of the choices."""
+        return range(self.first_choice, self.first_choice + self.num_choices)
 
     @property
     def has_penalties(self) -> bool:

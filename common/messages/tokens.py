@@ -15,9 +15,9 @@ from common.sampling import FinishReason, SampledToken
 class TokenDelta:
     """New tokens of one choice. ``index`` is the place of the first among all generated ones.
 
-    The first delta of either side carries ``num_cached_tokens``. A decode side starts with index
-    0, so that a first token lost with a dying prefill side still arrives. ``finish_reason`` ends
-    the choice.
+    The first delta of either side carries ``num_cached_tokens``. A decode side starts with the
+    first token again, so that one lost with a dying prefill side still arrives.
+    ``finish_reason`` ends the choice.
     """
 
     request_id: RequestId

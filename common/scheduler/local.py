@@ -86,7 +86,7 @@ class LocalScheduler:
             raise LocalProtocolError(f"request {new.request_id} is here already")
         request = LocalRequest(new, is_remote)
         # The K and V of the last token drawn are never needed.
-        num_stored = len(new.prompt) + (1 if new.params.max_tokens > 1 else 0)
+        num_stored = len(new.prompt) + (1 if new.params.num_left > 1 else 0)
         if not self._blocks.can_ever_hold(num_stored):
             counts = self._blocks.counts()
             message = (
@@ -94,7 +94,7 @@ class LocalScheduler:
                 f"{counts.total * self._limits.block_size} tokens"
             )
             return [RequestBroke(new.request_id, new.gateway_id, ErrorCode.NO_ROOM, message)]
-        request.sequences = [Sequence(request, 0, f"{new.request_id}/0")]
+        request.sequences = [Sequence(request, new.params.first_choice, f"{new.request_id}/0")]
         self._requests[new.request_id] = request
         self._waiting.append(request.lead)
         return []
@@ -330,7 +330,7 @@ class LocalScheduler:
             budget = self._plan_chunk(sequence, rows, budget)
 
     def _acquire(self, sequence: Sequence) -> bool:
-        growth = min(sequence.request.new.params.max_tokens, self._limits.growth_tokens)
+        growth = min(sequence.request.new.params.num_left, self._limits.growth_tokens)
         wanted = sequence.length + (0 if sequence.request.is_remote else growth)
         capacity = wanted if self._blocks.can_ever_hold(wanted) else sequence.length
         acquired = self._blocks.acquire(
@@ -389,7 +389,7 @@ class LocalScheduler:
         self._prefilling.remove(lead)
         request.sequences += [
             Sequence(request, choice, f"{request.request_id}/{choice}")
-            for choice in range(1, len(tokens))
+            for choice in request.new.params.choices[1:]
         ]
         effects: list[Effect] = []
         for sequence, token in zip(request.sequences, tokens, strict=True):

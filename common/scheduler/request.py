@@ -96,7 +96,7 @@ class Sequence:
         if self.pending is None:
             return True
         params = self.request.new.params
-        if len(self.outputs) + 1 >= params.max_tokens:
+        if len(self.outputs) + 1 >= params.num_left:
             return False
         return not params.has_penalties
 
@@ -126,12 +126,12 @@ class Sequence:
         """Return why the choice ends with its last output, or None when it goes on."""
         params = self.request.new.params
         last = self.outputs[-1]
-        if len(self.outputs) > params.min_tokens:
+        if params.num_drawn + len(self.outputs) > params.min_tokens:
             if last in params.stop_token_ids:
                 return FinishReason.STOP
             if last in params.eos_token_ids and not params.ignore_eos:
                 return FinishReason.STOP
-        if len(self.outputs) >= params.max_tokens:
+        if len(self.outputs) >= params.num_left:
             return FinishReason.LENGTH
         return None
 
@@ -139,14 +139,15 @@ class Sequence:
         """Return what the gateway has not been sent yet; it counts as sent from now on."""
         tokens = tuple(self.unsent)
         self.unsent.clear()
-        index = len(self.outputs) - len(tokens)
+        num_drawn = self.request.new.params.num_drawn
+        place = len(self.outputs) - len(tokens)
         return TokenDelta(
             request_id=self.request.request_id,
             choice=self.choice,
-            index=index,
+            index=num_drawn + place,
             tokens=tokens,
             finish_reason=self.finish_reason,
-            num_cached_tokens=self.request.num_cached_tokens if index == 0 else None,
+            num_cached_tokens=self.request.num_cached_tokens if place == 0 else None,
         )
 
 

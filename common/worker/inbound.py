@@ -61,12 +61,10 @@ from common.transfer.verify import verify_blocks
 from common.transport.sockets import RouterHub
 from common.worker.fences import WriteFences
 from common.worker.paired_peers import PairedPeers, Peer
-from common.worker.payload import pack_ids, unpack_checksums, unpack_ids
+from common.worker.payload import pack_ids, unpack_checksums, unpack_prompt
 from common.worker.setup import HandoffSetup
 
 log = structlog.get_logger()
-
-MAX_TOKEN_ID = 2**31 - 1
 
 
 @dataclass(slots=True, eq=False)
@@ -257,11 +255,11 @@ class InboundHandoffs:
         export = self._peers.export_of(peer)
         if export is None or self._fences.is_freeing(message.transfer_id):
             return  # a late repeat
-        prompt = unpack_ids(payload, message.num_prompt_tokens, MAX_TOKEN_ID)
+        prompt = unpack_prompt(payload, message.num_prompt_tokens, message.params.num_drawn)
         refusal = self._why_refuse(message.request_id)
         acquired = None
         if refusal is None:
-            wanted = len(prompt) + min(message.params.max_tokens, self._setup.growth_tokens)
+            wanted = len(prompt) + min(message.params.num_left, self._setup.growth_tokens)
             acquired = self._blocks.acquire(
                 message.transfer_id,
                 prompt,

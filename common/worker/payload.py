@@ -6,6 +6,9 @@ import numpy as np
 
 from common.errors import RemoteProtocolError
 
+MAX_TOKEN_ID = 2**31 - 1
+"""Bound of token ids on the wire, which it excludes; the engine knows its vocabulary."""
+
 
 def pack_ids(ids: Sequence[int]) -> bytes:
     """Return ids as little-endian int32."""
@@ -20,7 +23,18 @@ def unpack_ids(payload: tuple[bytes, ...], count: int, bound: int) -> list[int]:
     ids = _one_frame(payload, count, "<i4")
     if count and not (int(ids.min()) >= 0 and int(ids.max()) < bound):
         raise RemoteProtocolError(f"an id is outside 0 .. {bound - 1}")
-    return [int(i) for i in ids.tolist()]
+    found: list[int] = ids.tolist()
+    return found
+
+
+def unpack_prompt(payload: tuple[bytes, ...], count: int, num_drawn: int) -> list[int]:
+    """Read a prompt of ``count`` token ids, of which the last ``num_drawn`` are outputs.
+
+    Raises RemoteProtocolError for anything else, and where nothing is left of the prompt itself.
+    """
+    if num_drawn >= count:
+        raise RemoteProtocolError(f"{num_drawn} of a prompt's {count} tokens are outputs")
+    return unpack_ids(payload, count, MAX_TOKEN_ID)
 
 
 def pack_checksums(checksums: Sequence[int]) -> bytes:

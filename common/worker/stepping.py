@@ -136,13 +136,15 @@ def _step_row(row: PlannedRow, number_of: NumberOf) -> StepRow:
 
 def _samples(row: PlannedRow) -> tuple[SampleSpec, ...]:
     sequence = row.sequence
-    new = sequence.request.new
+    params, prompt = sequence.request.new.params, sequence.request.new.prompt
+    drawn: Sequence[int] = ()
+    if params.num_drawn:
+        prompt, drawn = prompt[: -params.num_drawn], prompt[-params.num_drawn :]
     if sequence.request.has_drawn:
         pending = 0 if row.pending is None else 1
-        return (SampleSpec(new.params, sequence.choice, new.prompt, sequence.outputs, pending),)
-    return tuple(
-        SampleSpec(new.params, choice, new.prompt, ()) for choice in range(new.params.num_choices)
-    )
+        outputs = [*drawn, *sequence.outputs] if drawn else sequence.outputs
+        return (SampleSpec(params, sequence.choice, prompt, outputs, pending),)
+    return tuple(SampleSpec(params, choice, prompt, drawn) for choice in params.choices)
 
 
 def _result(outcome: RowOutcome) -> RowResult:

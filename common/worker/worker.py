@@ -56,10 +56,10 @@ from common.transfer.backend import PeerLink
 from common.worker.consequences import EndCancelled, EndFailed, PlaceElsewhere, consequence_of
 from common.worker.control import ControlLink, Order
 from common.worker.emitter import TokenEmitter
-from common.worker.inbound import MAX_TOKEN_ID, InboundHandoffs, TakenOver
+from common.worker.inbound import InboundHandoffs, TakenOver
 from common.worker.measures import StepClock, note_handoff_end, take_heartbeat
 from common.worker.outbound import OutboundHandoffs, TransferTotals
-from common.worker.payload import unpack_ids
+from common.worker.payload import unpack_prompt
 from common.worker.route import Route
 from common.worker.stepping import StepPipeline
 
@@ -157,12 +157,12 @@ class HybridWorker:
             self._report_failed(request_id, *refusal)
             return
         try:
-            prompt = unpack_ids(payload, order.num_prompt_tokens, MAX_TOKEN_ID)
+            prompt = unpack_prompt(payload, order.num_prompt_tokens, order.params.num_drawn)
         except RemoteProtocolError as error:
             self._report_failed(request_id, ErrorCode.INTERNAL, str(error))
             return
         # A request of one token ends with its prefill and needs no decode side.
-        is_remote = order.decode is not None and order.params.max_tokens > 1
+        is_remote = order.decode is not None and order.params.num_left > 1
         self._routes[request_id] = Route(order.decode, monotonic())
         self._emitter.open(order.gateway_id, order.tokens_endpoint)
         log.info(

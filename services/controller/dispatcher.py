@@ -165,7 +165,7 @@ class Dispatcher:
         block_size = ready[0].hello.block_size
         params, choices = message.params, message.params.num_choices
         num_blocks = num_blocks_needed(
-            message.num_prompt_tokens, choices, params.max_tokens, block_size
+            message.num_prompt_tokens, choices, params.num_left, block_size
         )
         placement = choose_sides([worker.view() for worker in ready], num_blocks)
         if placement is None:

@@ -72,14 +72,14 @@ class Placement:
 
 
 def num_blocks_needed(
-    num_prompt_tokens: int, num_choices: int, max_tokens: int, block_size: int
+    num_prompt_tokens: int, num_choices: int, num_left: int, block_size: int
 ) -> int:
     """Blocks without which no worker can serve a request.
 
     A request of one token needs its prompt's. Otherwise each choice has a tail of its own after
     the whole blocks of the prompt, with room for its first token.
     """
-    if max_tokens == 1:
+    if num_left == 1:
         return -(-num_prompt_tokens // block_size)
     return num_prompt_tokens // block_size + num_choices
 

@@ -1,5 +1,6 @@
 """Workers whose engine has two steps in flight: the same tokens, and nothing left behind."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -59,3 +60,21 @@ async def test_decodes_that_crowd_each_other_out_lose_nothing(tmp_path: Path) ->
         for name, prompt in prompts.items():
             assert (await cluster.answer(name)).token_ids(0) == expected(prompt, long)
         await worker.idle()
+
+
+@pytest.mark.parametrize("options", [WorkerOptions(), AHEAD], ids=["one by one", "ahead"])
+@pytest.mark.parametrize("choice", [0, 2])
+async def test_a_choice_goes_on_elsewhere_after_the_tokens_it_has(
+    tmp_path: Path, choice: int, options: WorkerOptions
+) -> None:
+    whole = expected(PROMPT, HOT, choice)
+    async with harness(tmp_path) as cluster:
+        await cluster.pair(prefill=options, decode=options)
+        for num_drawn in (1, 5, HOT.max_tokens - 1):
+            name = f"r{num_drawn}"
+            prompt = (*PROMPT, *whole[:num_drawn])
+            rest = replace(HOT, num_choices=1, first_choice=choice, num_drawn=num_drawn)
+            cluster.place(name, prompt, rest)
+            stream = await cluster.answer(name)
+            rest_of = dict(enumerate(whole[num_drawn:], start=num_drawn))
+            assert stream.tokens == {choice: rest_of}
