@@ -237,14 +237,13 @@ class LocalScheduler:
 
     def load(self, *, num_sending: int, num_receiving: int) -> WorkerLoad:
         """Count what there is to do."""
-        unfinished = [*self._waiting, *self._prefilling]
         return WorkerLoad(
             num_waiting=len(self._waiting),
             num_prefilling=len(self._prefilling),
             num_sending=num_sending,
             num_receiving=num_receiving,
             num_decoding=len(self._decoding),
-            uncomputed_tokens=sum(sequence.num_uncomputed for sequence in unfinished),
+            uncomputed_tokens=sum(s.num_uncomputed for s in (*self._waiting, *self._prefilling)),
             num_steps=self.num_steps,
         )
 
@@ -305,8 +304,10 @@ class LocalScheduler:
         num_tokens = min(num_left, budget)
         is_last = num_tokens == num_left
         if not is_last:
-            # End on a block border, so that whole blocks can leave while the next chunk computes.
-            num_tokens -= (start + num_tokens) % self._limits.block_size
+            # End on a block border, so that whole blocks can leave while the next chunk computes;
+            # a budget that reaches none is used all the same, or the prompt would starve.
+            border = num_tokens - (start + num_tokens) % self._limits.block_size
+            num_tokens = border if border > 0 else num_tokens
         if num_tokens > 0:
             rows.append(PlannedRow(sequence, start, num_tokens, is_last))
         return budget - num_tokens if is_last else 0

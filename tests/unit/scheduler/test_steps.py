@@ -164,6 +164,22 @@ def test_steps_are_finished_in_the_order_of_their_plans() -> None:
         bench.finish(second)
 
 
+def test_a_prompt_beside_decodes_that_leave_less_than_a_block_goes_on() -> None:
+    bench = Bench(budget=4, num_blocks=24)
+    bench.add(new_request("a", prompt(3), max_tokens=30))
+    bench.step()
+    bench.add(new_request("b", prompt(9), max_tokens=2))
+    rows = []
+    for _ in range(3):
+        plan, _ = bench.plan()
+        assert plan is not None
+        rows.append(rows_of(plan)[1])
+        bench.finish(plan)
+    assert rows == [("b/0", 0, 3), ("b/0", 3, 1), ("b/0", 4, 3)]
+    bench.run()
+    assert bench.violations == []
+
+
 # ---- prefix hits ---------------------------------------------------------------------------------
 
 
