@@ -1,11 +1,16 @@
 """The ordered story of one request, rebuilt from the log files of all processes."""
 
 import json
+import os
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 MAX_LINE_CHARS = 1_000_000
+_ANSWER_PREFIXES = ("chatcmpl-", "cmpl-")
+"""What an answer's ``id`` has before the request's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,27 +36,75 @@ class LogEntry:
 def request_story(log_dir: Path, request_id: str) -> tuple[LogEntry, ...]:
     """Return what all processes logged about one request, oldest first.
 
-    That is every line with its ``request_id``, and every line with a ``transfer_id`` that some
-    line names together with it. Lines that are no log lines are passed over.
+    ``request_id`` may be an answer's ``id``. Lines that are no log lines are passed over.
     """
-    entries = read_log_folder(log_dir)
-    transfers = {
-        transfer
-        for entry in entries
-        if entry.fact("request_id") == request_id
-        and (transfer := entry.fact("transfer_id")) is not None
-    }
-    return tuple(
-        entry
-        for entry in entries
-        if entry.fact("request_id") == request_id or entry.fact("transfer_id") in transfers
-    )
+    return RequestScope(request_id).select(read_log_folder(log_dir))
+
+
+class RequestScope:
+    """Which entries tell of one request.
+
+    Those with its ``request_id`` or that of one of its prompts (``prompt_request_id``), and those
+    with a ``transfer_id`` that one of them names. ``request_id`` may be an answer's ``id``, which
+    is the request's behind a prefix.
+    """
+
+    def __init__(self, request_id: str) -> None:
+        for prefix in _ANSWER_PREFIXES:
+            request_id = request_id.removeprefix(prefix)
+        self._requests: set[object] = {request_id}
+        self._transfers: set[object] = set()
+
+    def select(self, entries: Iterable[LogEntry]) -> tuple[LogEntry, ...]:
+        """Return those of ``entries`` that belong; later calls know what these have named."""
+        found = tuple(entries)
+        # The clocks of several hosts may put what names an id behind what has it.
+        for entry in found:
+            self._learn(entry, "prompt_request_id", self._requests)
+        for entry in found:
+            self._learn(entry, "transfer_id", self._transfers)
+        return tuple(
+            entry
+            for entry in found
+            if entry.fact("request_id") in self._requests
+            or entry.fact("transfer_id") in self._transfers
+        )
+
+    def _learn(self, entry: LogEntry, name: str, known: set[object]) -> None:
+        if entry.fact("request_id") in self._requests and entry.fact(name) is not None:
+            known.add(entry.fact(name))
 
 
 def read_log_folder(log_dir: Path) -> tuple[LogEntry, ...]:
     """Return all entries of a folder, rotated files included, oldest first."""
-    entries = [entry for file in log_files(log_dir) for entry in _read_file(file)]
+    with ExitStack() as stack:
+        # All are opened before one is read: a rotation meanwhile renames them, no more.
+        opened = [stack.enter_context(file) for file in open_log_files(log_dir)]
+        entries = [
+            entry
+            for file in opened
+            for entry in parse_lines(line.decode(errors="replace") for line in file)
+        ]
     return tuple(sorted(entries, key=lambda entry: entry.ts))  # stable: a file's own order stays
+
+
+def open_log_files(log_dir: Path) -> Iterator[BinaryIO]:
+    """Open the log files of a folder, each once, of one process the oldest first.
+
+    One that is rotated away in this moment may be left out.
+    """
+    seen: set[int] = set()
+    for path in log_files(log_dir):
+        try:
+            file = path.open("rb")
+        except FileNotFoundError:
+            continue
+        inode = os.fstat(file.fileno()).st_ino
+        if inode in seen:
+            file.close()
+            continue
+        seen.add(inode)
+        yield file
 
 
 def log_files(log_dir: Path) -> tuple[Path, ...]:
@@ -93,11 +146,6 @@ def parse_line(line: str) -> LogEntry | None:
         event=str(found.get("event", "")),
         facts=facts,
     )
-
-
-def _read_file(file: Path) -> Iterator[LogEntry]:
-    with file.open(errors="replace") as lines:
-        yield from parse_lines(lines)
 
 
 def _plain(value: object) -> str | int | float | bool | None:

@@ -1,18 +1,22 @@
 """``flowpath logs``: the log files of all processes, merged by time."""
 
+import os
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from rich.markup import escape
 
 from common.errors import ConfigError
 from common.telemetry.story import (
     LogEntry,
+    RequestScope,
     log_files,
-    parse_line,
+    open_log_files,
+    parse_lines,
     read_log_folder,
-    request_story,
 )
 from services.cli.terminal import out
 
@@ -23,13 +27,19 @@ _COLOURS = {"debug": "dim", "warning": "yellow", "error": "red", "critical": "re
 def show_logs(log_dir: Path, request_id: str | None, *, follow: bool) -> None:
     """Print entries, oldest first; with ``follow`` also those that come, until interrupted.
 
-    ConfigError when the folder has no log files, or none of them tells of the request.
+    ``request_id`` may be an answer's ``id``. ConfigError when the folder has no log files, or none
+    of them tells of the request.
     """
+    if request_id is not None and not request_id.strip():
+        raise ConfigError("--request is empty; it takes a request's id")
     if not follow and not log_files(log_dir):
         raise ConfigError(f"no log files in {log_dir}; set FLOWPATH_LOG_DIR or --log-dir")
-    tail = LogTail(log_dir, request_id) if follow else None
-    entries = request_story(log_dir, request_id) if request_id else read_log_folder(log_dir)
-    if request_id and not entries and not follow:
+    scope = None if request_id is None else RequestScope(request_id)
+    tail = LogTail(log_dir, scope) if follow else None
+    entries = read_log_folder(log_dir)
+    if scope is not None:
+        entries = scope.select(entries)
+    if scope is not None and not entries and not follow:
         raise ConfigError(f"no log file in {log_dir} tells of request {request_id}")
     for entry in entries:
         out().print(format_entry(entry))
@@ -46,49 +56,55 @@ def format_entry(entry: LogEntry) -> str:
 
 
 class LogTail:
-    """Reads what is appended to the log files of a folder from now on."""
+    """Reads what is appended to the log files of a folder from now on, rotated or not.
 
-    def __init__(self, log_dir: Path, request_id: str | None = None) -> None:
+    With ``scope`` only what tells of its request.
+    """
+
+    def __init__(self, log_dir: Path, scope: RequestScope | None = None) -> None:
         self._log_dir = log_dir
-        self._request_id = request_id
-        self._transfers: set[object] = set()
-        self._places = {
-            file: (file.stat().st_ino, file.stat().st_size) for file in log_dir.glob("*.jsonl")
-        }
+        self._scope = scope
+        self._places: dict[int, _Place] = {}
+        for file in open_log_files(log_dir):
+            with file:
+                found = os.fstat(file.fileno())
+                self._places[found.st_ino] = _Place(_age(file), found.st_size)
 
     def read_new(self) -> list[LogEntry]:
         """Return the entries that were appended since the last call, oldest first."""
-        entries = [
-            entry
-            for file in sorted(self._log_dir.glob("*.jsonl"))
-            for line in self._new_lines(file)
-            if (entry := parse_line(line)) is not None
-        ]
-        return [entry for entry in sorted(entries, key=lambda e: e.ts) if self._belongs(entry)]
+        entries: list[LogEntry] = []
+        for file in open_log_files(self._log_dir):
+            with file:
+                entries += parse_lines(self._new_lines(file))
+        entries.sort(key=lambda entry: entry.ts)
+        return entries if self._scope is None else list(self._scope.select(entries))
 
-    def _belongs(self, entry: LogEntry) -> bool:
-        transfer = entry.fact("transfer_id")
-        if self._request_id is None:
-            return True
-        if entry.fact("request_id") == self._request_id:
-            if transfer is not None:
-                self._transfers.add(transfer)
-            return True
-        return transfer is not None and transfer in self._transfers
+    def _new_lines(self, file: BinaryIO) -> Iterator[str]:
+        """Yield whole lines; files are known by inode, for rotation renames them."""
+        found, age = os.fstat(file.fileno()), _age(file)
+        place = self._places.get(found.st_ino)
+        if place is None or age < place.age or found.st_size < place.offset:
+            place = _Place(age, 0)  # a new file, perhaps with the inode of one that was removed
+        offset = place.offset
+        file.seek(offset)
+        for line in file:
+            if not line.endswith(b"\n"):
+                break
+            offset += len(line)
+            yield line.decode(errors="replace")
+        self._places[found.st_ino] = _Place(age, offset)
 
-    def _new_lines(self, file: Path) -> Iterator[str]:
-        found = file.stat()
-        inode, offset = self._places.get(file, (found.st_ino, 0))
-        if inode != found.st_ino:  # rotated: the new file is read from its start
-            offset = 0
-        with file.open("rb") as opened:
-            opened.seek(offset)
-            for line in opened:
-                if not line.endswith(b"\n"):
-                    break
-                offset += len(line)
-                yield line.decode(errors="replace")
-        self._places[file] = (found.st_ino, offset)
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """How far a file is read, and how old its name said that it is."""
+
+    age: int
+    offset: int
+
+
+def _age(file: BinaryIO) -> int:
+    return int(Path(file.name).suffix.removeprefix(".").removeprefix("jsonl") or 0)
 
 
 def _follow(tail: LogTail) -> None:

@@ -213,3 +213,25 @@ def test_a_story_joins_all_processes_by_request_and_transfer_in_time(tmp_path: P
 @pytest.mark.parametrize("line", ["", "x", "[]", "{}", '{"ts": 3}', "null"])
 def test_what_is_no_log_line_is_passed_over(line: str) -> None:
     assert parse_line(line) is None
+
+
+@pytest.mark.parametrize("given", ["req-1", "cmpl-req-1", "chatcmpl-req-1"])
+def test_a_story_has_every_prompt_of_its_list_and_is_found_by_the_answer_s_id(
+    tmp_path: Path, given: str
+) -> None:
+    lines = [
+        {"event": "request_received", "request_id": "req-1"},
+        {"event": "prompt_submitted", "request_id": "req-1", "prompt_request_id": "req-1.0"},
+        {"event": "prompt_submitted", "request_id": "req-1", "prompt_request_id": "req-1.1"},
+        {"event": "reserve", "request_id": "req-1.1", "transfer_id": "t"},
+        {"event": "written", "transfer_id": "t"},
+        {"event": "other", "request_id": "req-11"},
+        {"event": "other", "request_id": "req-1.2"},
+    ]
+    text = "".join(
+        json.dumps({"ts": f"2026-01-01T00:00:0{second}", **fields}) + "\n"
+        for second, fields in enumerate(lines)
+    )
+    (tmp_path / "a.jsonl").write_text(text)
+    events = [entry.event for entry in request_story(tmp_path, given)]
+    assert events == [str(fields["event"]) for fields in lines[:5]]
