@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import time
 from collections.abc import Awaitable, Callable, Mapping
 
@@ -139,6 +140,10 @@ def encode_json(value: object) -> bytes:
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
+# RFC 9110 section 5.6.6.
+_PARAMETER = re.compile(r';[ \t]*([^\s;="]+)=("(?:[^"\\]|\\.)*"|[^\s;]*)')
+
+
 def _check_is_json(headers: Mapping[bytes, bytes]) -> None:
     """Refuse a body that says it is something else than plain JSON; one that says nothing passes.
 
@@ -146,11 +151,12 @@ def _check_is_json(headers: Mapping[bytes, bytes]) -> None:
     not with JSON's: so a foreign page cannot use a server that only its visitor can reach.
     """
     declared = headers.get(b"content-type", b"application/json").decode("latin-1")
-    media_type, _, parameters = declared.partition(";")
+    media_type = declared.partition(";")[0]
     if media_type.strip().lower() != "application/json":
         raise HTTPException(415, "the content-type of the body must be application/json")
-    charset = parameters.lower().partition("charset=")[2].strip(' "')
-    if charset not in ("", "utf-8", "utf8"):
+    parameters = _PARAMETER.findall(declared[len(media_type) :])
+    charsets = {value.strip('"').lower() for name, value in parameters if name.lower() == "charset"}
+    if not charsets <= {"utf-8", "utf8"}:
         raise HTTPException(415, "the charset of the body must be utf-8")
     if headers.get(b"content-encoding", b"identity").lower() != b"identity":
         raise HTTPException(415, "the body must not be compressed (content-encoding)")
