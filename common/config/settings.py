@@ -106,8 +106,13 @@ class Settings(BaseSettings):
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
-        description="Type of weights and KV; auto is bfloat16 on a GPU, and on a CPU the fastest "
-        "that it supports natively. float16 needs a GPU.",
+        description="Type of weights and, where kv_cache_dtype names none, of KV; auto is bfloat16 "
+        "on a GPU, and on a CPU the fastest that it supports natively. float16 needs a GPU.",
+    )
+    kv_cache_dtype: Literal["auto", "float8_e4m3"] = Field(
+        "auto",
+        description="Type of KV; auto is dtype's. float8_e4m3 needs GPUs: it halves KV memory and "
+        "transfers for some precision, with the model folder's k_scale and v_scale, or 1.",
     )
     prefill: int = Field(1, ge=1, le=256, description="Number of prefill workers.")
     decode: int = Field(1, ge=1, le=256, description="Number of decode workers.")
@@ -261,7 +266,8 @@ class Settings(BaseSettings):
         1.5,
         gt=0,
         le=600,
-        description="Silence after which a process is taken for dead; at least three heartbeats.",
+        description="Silence after which a process is taken for dead; at least three heartbeats. One "
+        "on the controller's host that still runs gets five times as long.",
     )
     lease_seconds: float = Field(
         5.0, ge=0.05, le=600, description="Lease of a handoff, renewed by both workers."

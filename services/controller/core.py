@@ -64,7 +64,7 @@ class ControllerCore:
         self.started_at = now
         self._limits = limits
         self._dispatcher = Dispatcher(self.members, self.book, limits)
-        self._lifecycle = RequestLifecycle(self.book, limits)
+        self._lifecycle = RequestLifecycle(self.book, limits, self.members)
         self._strangers = Strangers(TELL_AGAIN_SECONDS)
         self._refused = Strangers(LOG_AGAIN_SECONDS)
         self._progress_at = now

@@ -9,9 +9,11 @@ from common.messages.control import (
     RequestFailed,
     RequestFinished,
 )
+from common.messages.fields import Role
 from services.controller import request_machine as machine
 from services.controller.effects import Effect, PeerKey, Send
 from services.controller.limits import ControllerLimits
+from services.controller.members import Members
 from services.controller.request_book import RequestBook, ignored
 from services.controller.request_machine import CANCELLING, RequestEvent, RequestPhase
 from services.controller.request_record import CANCEL_REPORT_SECONDS
@@ -20,9 +22,10 @@ from services.controller.request_record import CANCEL_REPORT_SECONDS
 class RequestLifecycle:
     """Turns messages and deaths into the events of the records in ``book``."""
 
-    def __init__(self, book: RequestBook, limits: ControllerLimits) -> None:
+    def __init__(self, book: RequestBook, limits: ControllerLimits, members: Members) -> None:
         self._book = book
         self._limits = limits
+        self._members = members
 
     def cancel(
         self, sender: PeerKey, message: CancelRequest, cause: str, now: float
@@ -120,15 +123,23 @@ class RequestLifecycle:
                 told = f"the request took over request_timeout_seconds = {timeout:g}"
                 event = machine.DeadlinePassed(ErrorCode.DEADLINE_EXCEEDED, told)
                 effects += self._book.step(record.request_id, event, cause, now)
-            elif (
-                record.phase is RequestPhase.WAITING
-                and record.waiting_since is not None
-                and now - record.waiting_since > limits.room_wait_seconds
-            ):
-                told = f"no decode worker had room within {limits.room_wait_seconds:g} s"
-                event = machine.DeadlinePassed(ErrorCode.NO_ROOM, told)
-                effects += self._book.step(record.request_id, event, cause, now)
+            elif record.phase is RequestPhase.WAITING and record.waiting_since is not None:
+                late = self._waited_too_long(now - record.waiting_since)
+                if late is not None:
+                    effects += self._book.step(record.request_id, late, cause, now)
         return effects
+
+    def _waited_too_long(self, seconds: float) -> machine.DeadlinePassed | None:
+        """Judge how long a request has waited for a decode worker."""
+        limits = self._limits
+        if seconds > limits.room_wait_seconds:
+            told = f"no decode worker had room within {limits.room_wait_seconds:g} s"
+            return machine.DeadlinePassed(ErrorCode.NO_ROOM, told)
+        has_one = self._members.num_ready(Role.DECODE) or self._members.num_ready(Role.COMBINED)
+        if not has_one and seconds > limits.no_worker_wait_seconds:
+            told = f"no decode worker was ready within {limits.no_worker_wait_seconds:g} s"
+            return machine.DeadlinePassed(ErrorCode.NO_WORKER, told)
+        return None
 
     def _reported(
         self, sender: PeerKey, request_id: RequestId, event: RequestEvent, cause: str, now: float

@@ -9,7 +9,8 @@ from common.config.settings import Settings
 class ControllerLimits:
     """Bounds and periods. A silent process whose pid still runs is suspect, not dead, until
     ``suspect_factor`` times ``death_seconds``. A worker that takes nothing in says so within
-    ``refusal_seconds``; so long is a prompt kept.
+    ``refusal_seconds``; so long is a prompt kept. A request waits ``room_wait_seconds`` for a
+    decode worker with room, and ``no_worker_wait_seconds`` where none is ready.
     """
 
     heartbeat_seconds: float = 0.2
@@ -18,6 +19,7 @@ class ControllerLimits:
     max_queue: int = 1024
     request_timeout_seconds: float = 0.0
     room_wait_seconds: float = 60.0
+    no_worker_wait_seconds: float = 10.0
     retry_seconds: float = 0.02
     refusal_seconds: float = 2.0
     stall_seconds: float = 20.0

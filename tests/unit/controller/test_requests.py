@@ -6,6 +6,7 @@ from common.errors import ErrorCode
 from common.ids import RequestId
 from common.messages.control import (
     Cancel,
+    Goodbye,
     PlaceDecode,
     PlaceRequest,
     RequestFailed,
@@ -500,3 +501,22 @@ def test_every_decision_names_its_request_and_cause() -> None:
         ("request_ended", "r", "RequestFinished"),
         ("request_refused", "r2", "SubmitRequest"),
     ]
+
+
+def test_waiting_where_no_decode_worker_is_left_ends_soon_and_by_name() -> None:
+    cluster = pair_cluster()
+    cluster.submit("r")
+    cluster.say("d0", Goodbye(reason="stopped"))
+    assert cluster.phase("r") == "waiting"
+    cluster.now += 9.9
+    cluster.beat("p0", heartbeat())
+    cluster.gateway_beat()
+    assert only(cluster.tick(), RequestFailed) == []
+    cluster.now += 0.2
+    cluster.beat("p0", heartbeat())
+    cluster.gateway_beat()
+    told = failure(cluster.tick())
+    assert (told.code, told.message) == (
+        ErrorCode.NO_WORKER,
+        "no decode worker was ready within 10 s",
+    )
