@@ -13,11 +13,11 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from common.errors import ConfigError
 from common.telemetry.story import read_log_folder
 from services.cli.bench_serve_client import RequestRecord, Target
 from services.cli.bench_serve_load import Arrival, Workload
 from services.cli.bench_serve_report import Slo, Summary, summarize
+from services.cli.result_file import result_file
 from services.cli.terminal import out
 
 EXIT_INCOMPLETE = 1
@@ -46,19 +46,16 @@ class BenchOptions:
 def main(options: BenchOptions) -> int:
     """Run, print the table, write the file; return the exit code: 1 when a completion is missing.
 
-    ConfigError when the server does not answer at all.
+    ConfigError when the server does not answer at all, or the file cannot be written.
     """
-    summary, model = asyncio.run(_run(options))
-    out().print(_table(options, model, summary))
-    for kind, texts in summary.failure_examples.items():
-        for text in filter(None, texts):
-            out().print(escape(f"  {kind}: {text}"))
-    if options.json_file is not None:
+    with result_file(options.json_file) as keep:
+        summary, model = asyncio.run(_run(options))
+        out().print(_table(options, model, summary))
+        for kind, texts in summary.failure_examples.items():
+            for text in filter(None, texts):
+                out().print(escape(f"  {kind}: {text}"))
         document = {"options": _told(options, model), **summary.document()}
-        try:
-            options.json_file.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"{options.json_file}: {error.strerror}") from error
+        keep(json.dumps(document, indent=2) + "\n")
     return 0 if summary.is_whole else EXIT_INCOMPLETE
 
 

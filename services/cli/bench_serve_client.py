@@ -11,9 +11,9 @@ import ssl
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from time import perf_counter
-from urllib.parse import urlsplit
 
 from common.errors import ConfigError
+from services.cli.server_url import parse_server_url
 
 MAX_LINE_BYTES = 16 * 1024 * 1024
 MAX_ERROR_CHARS = 200
@@ -39,15 +39,13 @@ class RequestRecord:
 
 
 class Target:
-    """A server's address; ``api_key`` is sent with every request."""
+    """A server's address; ``api_key`` is sent with every request. ConfigError for a bad address."""
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"{url} is no http:// or https:// address")
-        self._host = parts.hostname
+        parts = parse_server_url(url, "http", "https")
+        self._host = parts.host
         self._is_tls = parts.scheme == "https"
-        self._port = parts.port or (443 if self._is_tls else 80)
+        self._port = parts.port
         self._prefix = parts.path.rstrip("/").removesuffix("/v1")
         self._api_key = api_key
 

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from common.errors import ConfigError
+from services.cli.result_file import result_file
 from services.cli.terminal import out
 
 MODULE = "common.transfer.bench"
@@ -70,8 +71,20 @@ class TransferBench:
 def run(bench: TransferBench, *, as_json: bool, output: Path | None) -> None:
     """Measure, show progress on the error output and a table or JSON on the output.
 
-    ``output`` keeps the JSON in a file as well. ConfigError when the wishes cannot be measured.
+    ``output`` keeps the JSON in a file as well. ConfigError when the wishes cannot be measured, or
+    the file cannot be written.
     """
+    with result_file(output) as keep:
+        rows = _measure(bench)
+        text = json.dumps({"rows": rows}, indent=2)
+        keep(text + "\n")
+    if as_json:
+        out().print(text, markup=False)
+    else:
+        out().print(_table(rows))
+
+
+def _measure(bench: TransferBench) -> list[Row]:
     progress = Console(file=sys.stderr, highlight=False, soft_wrap=True)
     rows: list[Row] = []
     for line in _lines(bench):
@@ -81,16 +94,7 @@ def run(bench: TransferBench, *, as_json: bool, output: Path | None) -> None:
             progress.print(str(line["doing"]), markup=False)
         else:
             rows.append(line["row"])
-    text = json.dumps({"rows": rows}, indent=2)
-    if output is not None:
-        try:
-            output.write_text(text + "\n", encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"cannot write {output}: {error.strerror}") from error
-    if as_json:
-        out().print(text, markup=False)
-    else:
-        out().print(_table(rows))
+    return rows
 
 
 def _lines(bench: TransferBench) -> Iterator[dict[str, Row]]:

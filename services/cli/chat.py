@@ -5,9 +5,9 @@ import json
 import sys
 from collections.abc import Iterator
 from typing import Protocol, TextIO
-from urllib.parse import urlsplit
 
 from common.errors import ConfigError
+from services.cli.server_url import parse_server_url
 
 DEADLINE_SECONDS = 300.0
 MAX_TOKENS = 512
@@ -36,11 +36,9 @@ class HttpChatServer:
         temperature: float | None,
         api_key: str | None = None,
     ) -> None:
-        parts = urlsplit(url)
-        if parts.scheme != "http" or not parts.hostname:
-            raise ConfigError(f"{url} is no http:// address")
-        self._host = parts.hostname
-        self._port = parts.port or 80
+        parts = parse_server_url(url, "http")
+        self._host = parts.host
+        self._port = parts.port
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._options: dict[str, object] = {}
         self._max_tokens = max_tokens

@@ -193,6 +193,12 @@ def test_a_server_that_is_not_there_is_refused_with_2():
     assert bench(gone)[0] == 2
 
 
+def test_a_file_that_cannot_be_written_is_refused_before_the_first_request(tmp_path):
+    with running(whole) as server:
+        code, _ = bench(server, "--json", str(tmp_path / "nosuch" / "run.json"))
+    assert (code, server.paths) == (2, [])
+
+
 def test_two_loads_at_once_are_refused():
     code, _ = bench(FakeServer(whole), "--rate", "3", "--burst", "4")
     assert code == 2

@@ -102,6 +102,14 @@ def test_a_wish_that_cannot_be_measured_is_refused_by_name(
         bench_transfer.run(bench, as_json=False, output=None)
 
 
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ConfigError, match=r"cannot write .*nosuch"):
+        bench_transfer.run(TINY, as_json=False, output=tmp_path / "nosuch" / "rows.json")
+    assert capsys.readouterr().err == ""
+
+
 def test_the_limit_is_the_fastest_way_to_copy_as_many_bytes() -> None:
     with bench_peer(4, 65536) as peer:
         source = filled_pool(4, 65536)
