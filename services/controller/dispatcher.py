@@ -171,7 +171,8 @@ class Dispatcher:
         if placement is None:
             largest = max(worker.hello.num_blocks for worker in ready)
             told = (
-                f"the prompt of {message.num_prompt_tokens} tokens with {choices} choices needs "
+                f"the prompt of {message.num_prompt_tokens} tokens with {choices} "
+                f"{'choice' if choices == 1 else 'choices'} needs "
                 f"{num_blocks} KV blocks of {block_size} tokens; the largest worker's pool has "
                 f"{largest} (kv_bytes)"
             )

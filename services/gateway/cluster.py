@@ -2,7 +2,8 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from time import monotonic
 
 import numpy as np
@@ -35,6 +36,7 @@ from common.sampling import SamplingParams
 from common.transport.channels import CONTROL, TOKENS
 from common.transport.hello import RefusedHello
 from common.transport.sockets import Context, DealerLink, Identity, RouterHub
+from services.gateway.attempts import Attempt, Attempts
 from services.gateway.backend import PromptDone, ServedModel, TokenDelta
 from services.gateway.ordering import StreamOrder
 from services.gateway.pending import PendingEvents
@@ -48,21 +50,36 @@ SILENCE_SECONDS = 10.0
 are late by as much are lost: a broken connection is mended, and has sent what it kept, before."""
 ORPHAN_SILENCE_SECONDS = 30.0
 """A request of an earlier controller without a token for this long is given up."""
+RESUMED = (ErrorCode.WORKER_DIED, ErrorCode.SHUTTING_DOWN, ErrorCode.TRANSFER_FAILED)
+"""What is no fault of the request: it goes on elsewhere."""
+MAX_RESUMES = 3
+"""A request that loses its workers again and again may be why."""
+RESUME_SECONDS = 3.0
+"""How long another worker is looked for."""
+RESUME_RETRY_SECONDS = 0.2
 HELLO_RETRY_SECONDS = 0.5
 POLL_SECONDS = 1.0
 DELTAS_PER_TURN = 16
 """Deltas of one message after which what they woke is written."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Loss:
+    """Why choices go on elsewhere, and until when somebody must have taken them."""
+
+    error: RequestError
+    deadline: float
+
+
 class ClusterSubmission:
     """One request in the cluster (see ``Submission``)."""
 
-    def __init__(
-        self, backend: "ClusterBackend", request_id: RequestId, params: SamplingParams
-    ) -> None:
-        self.request_id = request_id
+    def __init__(self, backend: "ClusterBackend", attempts: Attempts) -> None:
+        self.request_id = attempts.first.request_id
         self._backend = backend
-        self._order = StreamOrder(params.num_choices)
+        self._attempts = attempts
+        self._num_resumed = 0
+        self._order = StreamOrder(attempts.first.params.num_choices)
         self._pending = PendingEvents()
         self._arrived = asyncio.Event()
         self._placed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -72,6 +89,8 @@ class ClusterSubmission:
         self._gap_since: float | None = None
         self._ended_at: float | None = None
         self._is_orphan = False
+        self._losses: dict[RequestId, _Loss] = {}
+        self._finished: set[RequestId] = set()
         timeout = backend.request_timeout_seconds
         self._deadline = monotonic() + timeout if timeout else None
 
@@ -114,6 +133,44 @@ class ClusterSubmission:
             self._pending.fail(error)
             self._arrived.set()
 
+    def lost(self, request_id: RequestId, error: RequestError) -> None:
+        """One of its requests failed: let its choices go on elsewhere, where that can be."""
+        attempt = self._attempts.end(request_id)
+        if attempt is None or self._is_closed or self._order.is_finished:
+            return
+        self._backend.forget(request_id)
+        is_placed = self._placed.done()
+        if not is_placed or error.code not in RESUMED or self._num_resumed >= MAX_RESUMES:
+            self.fail(error)
+            return
+        self._num_resumed += 1
+        self._go_on(self._order.restart(attempt.choices), error, monotonic() + RESUME_SECONDS)
+
+    def refused(self, request_id: RequestId, error: RequestError) -> None:
+        """Nobody takes one of its requests in."""
+        loss = self._losses.pop(request_id, None)
+        attempt = self._attempts.end(request_id)
+        if loss is None or attempt is None:
+            self.fail(error)
+            return
+        self._backend.forget(request_id)
+        if monotonic() > loss.deadline or self._is_closed:
+            self.fail(loss.error)
+            return
+        choices = self._order.restart(attempt.choices)
+        retry = partial(self._go_on, choices, loss.error, loss.deadline)
+        asyncio.get_running_loop().call_later(RESUME_RETRY_SECONDS, retry)
+
+    def _go_on(self, choices: Sequence[int], error: RequestError, deadline: float) -> None:
+        choices = self._order.restart(choices)
+        if self._is_closed or not choices:
+            return
+        self._gap_since = self._ended_at = None
+        self._heard_at = monotonic()
+        for attempt in self._attempts.go_on(choices, self._order.emitted):
+            self._losses[attempt.request_id] = _Loss(error, deadline)
+            self._backend.resume(self, attempt, error)
+
     async def events(self) -> AsyncIterator[PromptDone | TokenDelta]:
         """Yield what happens until every choice has finished; raises ``RequestError``."""
         while True:
@@ -128,9 +185,11 @@ class ClusterSubmission:
         """The controller that placed the request is gone; the new one does not know it."""
         self._is_orphan = True
 
-    def ended(self) -> None:
-        """The request's worker has finished it; its last tokens are here or on their way."""
-        self._ended_at = monotonic()
+    def ended(self, request_id: RequestId) -> None:
+        """A request's worker has finished it; its last tokens are here or on their way."""
+        self._finished.add(request_id)
+        if all(attempt.request_id in self._finished for attempt in self._attempts.live):
+            self._ended_at = monotonic()
 
     def check_deadlines(self, now: float) -> None:
         """Fail the request when its time is over, or when nobody would tell of its end."""
@@ -167,17 +226,20 @@ class ClusterSubmission:
         is_live = not self._order.is_finished
         self._order.finish(choice)
         self._arrived.set()
-        if is_live:
-            self._backend.cancel(self.request_id, choice, "stop string")
+        attempt = self._attempts.serving(choice)
+        if is_live and attempt is not None:
+            whole = len(attempt.choices) == 1 and attempt is not self._attempts.first
+            self._backend.cancel(attempt.request_id, None if whole else choice, "stop string")
 
     async def aclose(self) -> None:
         """Cancel what is left and free it. Idempotent, and called for every submission."""
         if self._is_closed:
             return
         self._is_closed = True
-        if not self._order.is_finished:
-            self._backend.cancel(self.request_id, None, "client left or request failed")
-        self._backend.forget(self.request_id)
+        for attempt in self._attempts.live:
+            if not self._order.is_finished:
+                self._backend.cancel(attempt.request_id, None, "client left or request failed")
+            self._backend.forget(attempt.request_id)
 
 
 class ClusterBackend:
@@ -236,14 +298,11 @@ class ClusterBackend:
         is_ready, reason = self.readiness()
         if not is_ready and self.controller_silence_seconds > SILENCE_SECONDS:
             raise RequestError(ErrorCode.NO_WORKER, reason, retry_after_seconds=POLL_SECONDS)
-        submission = ClusterSubmission(self, request_id, params)
+        attempts = Attempts(request_id, prompt_token_ids, params)
+        submission = ClusterSubmission(self, attempts)
         self._submissions[request_id] = submission
-        message = SubmitRequest(
-            request_id=request_id, params=params, num_prompt_tokens=len(prompt_token_ids)
-        )
-        payload = np.asarray(prompt_token_ids, dtype="<i4").tobytes()
         try:
-            if not self._control.try_send(message, request_id, (payload,)):
+            if not self._send(attempts.first):
                 full = "the controller takes no messages"
                 submission.refuse(
                     RequestError(ErrorCode.NO_WORKER, full, retry_after_seconds=POLL_SECONDS)
@@ -253,6 +312,30 @@ class ClusterBackend:
             await submission.aclose()
             raise
         return submission
+
+    def resume(self, submission: ClusterSubmission, attempt: Attempt, error: RequestError) -> None:
+        """Hand a request in again that goes on where another one failed."""
+        request_id, lost = attempt.request_id, submission.request_id
+        log.warning(
+            "request_resumed",
+            request_id=lost,
+            resumed_request_id=request_id,
+            choices=list(attempt.choices),
+            num_drawn=attempt.params.num_drawn,
+            reason=error.message,
+        )
+        self._submissions[request_id] = submission
+        if not self._send(attempt):
+            submission.refused(request_id, error)
+
+    def _send(self, attempt: Attempt) -> bool:
+        message = SubmitRequest(
+            request_id=attempt.request_id,
+            params=attempt.params,
+            num_prompt_tokens=len(attempt.prompt),
+        )
+        payload = np.asarray(attempt.prompt, dtype="<i4").tobytes()
+        return self._control.try_send(message, attempt.request_id, (payload,))
 
     def readiness(self) -> tuple[bool, str]:
         """Whether requests can be served now, and the reason when they cannot."""
@@ -359,9 +442,10 @@ class ClusterBackend:
                 submission.placed()
             case RequestRefused(code=code, message=told, retry_after_seconds=seconds):
                 # It may have been placed before, on a worker that was not reached.
-                submission.fail(RequestError(code, told, retry_after_seconds=seconds))
+                error = RequestError(code, told, retry_after_seconds=seconds)
+                submission.refused(message.request_id, error)
             case RequestFinished():
-                submission.ended()
+                submission.ended(message.request_id)
             case RequestFailed():
                 self._failed(message.request_id, message.code, message.message)
 
@@ -369,7 +453,7 @@ class ClusterBackend:
         submission = self._submissions.get(request_id)
         if submission is not None:
             log.warning("stream_failed", request_id=request_id, code=code, reason=message)
-            submission.fail(RequestError(code, message))
+            submission.lost(request_id, RequestError(code, message))
 
     def _begin_anew(self, reason: str) -> None:
         """The controller took us for dead and cancelled our requests: come back as a new epoch."""

@@ -6,6 +6,7 @@ from contextlib import AsyncExitStack
 
 import structlog
 
+from common.errors import ErrorCode, RequestError
 from common.ids import RequestId
 from services.gateway.admission import Admission
 from services.gateway.answer import StreamedAnswer, WholeAnswer
@@ -105,9 +106,12 @@ class CompletionService:
         taken: dict[RequestId, Submission] = {}
 
         async def submit(prompt: PromptPlan) -> None:
-            submission = await self._backend.submit(
-                prompt.request_id, prompt.token_ids, prompt.params
-            )
+            try:
+                submission = await self._backend.submit(
+                    prompt.request_id, prompt.token_ids, prompt.params
+                )
+            except RequestError as error:
+                raise _naming(prompt, error) from None
             stack.push_async_callback(submission.aclose)
             taken[prompt.request_id] = submission
 
@@ -147,3 +151,10 @@ class CompletionService:
             seconds=round(connection.age_seconds(), 6),
             **fields,
         )
+
+
+def _naming(prompt: PromptPlan, error: RequestError) -> RequestError:
+    """Return a refusal of the cluster that names the prompt where the prompt is at fault."""
+    if error.code is not ErrorCode.CONTEXT_EXCEEDED or error.param is not None:
+        return error
+    return RequestError(error.code, f"{prompt.field}: {error.message}", param=prompt.field)

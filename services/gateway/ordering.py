@@ -1,5 +1,6 @@
 """Puts the tokens of one request in order: two workers send them, each on its own. Pure."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from common.errors import RemoteProtocolError
@@ -13,9 +14,14 @@ MAX_HELD_DELTAS = 4096
 
 @dataclass(slots=True)
 class _Choice:
-    num_emitted: int = 0
+    emitted: list[int] = field(default_factory=list)
+    """Ids of the tokens that have gone on."""
     held: dict[int, WireDelta] = field(default_factory=dict)
     is_finished: bool = False
+
+    @property
+    def num_emitted(self) -> int:
+        return len(self.emitted)
 
 
 class StreamOrder:
@@ -38,6 +44,19 @@ class StreamOrder:
     def finish(self, index: int) -> None:
         """End a choice from this side: what still comes for it is dropped."""
         self._choices[index].is_finished = True
+
+    def emitted(self, index: int) -> list[int]:
+        """Return the token ids of a choice that have gone on."""
+        return list(self._choices[index].emitted)
+
+    def restart(self, indexes: Iterable[int]) -> list[int]:
+        """Drop what waits in these choices, and return those that have not finished.
+
+        They go on after what was emitted, by other workers.
+        """
+        for index in indexes:
+            self._choices[index].held.clear()
+        return [index for index in indexes if not self._choices[index].is_finished]
 
     def add(self, delta: WireDelta) -> list[PromptDone | TokenDelta]:
         """Take a delta and return what can go on now, in order.
@@ -77,7 +96,7 @@ def _release(index: int, choice: _Choice) -> list[TokenDelta]:
             delta = choice.held.pop(start)
             fresh = delta.tokens[max(0, choice.num_emitted - start) :]
             tokens += fresh
-            choice.num_emitted += len(fresh)
+            choice.emitted += [token.token_id for token in fresh]
             at_end = start + len(delta.tokens) == choice.num_emitted
             if delta.finish_reason is not None and at_end:
                 reason = delta.finish_reason

@@ -10,10 +10,12 @@ from common.sampling import SamplingParams
 class PromptPlan:
     """One prompt: a request of its own in the cluster, with ``params.num_choices`` choices.
 
-    ``echo`` is the text that stands before every choice's own; empty unless it is asked for.
+    ``field`` is how refusals name it: ``messages``, ``prompt``, ``prompt[1]``. ``echo`` is the text
+    that stands before every choice's own; empty unless it is asked for.
     """
 
     request_id: RequestId
+    field: str
     token_ids: tuple[int, ...]
     params: SamplingParams
     echo: str = ""

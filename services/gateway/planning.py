@@ -58,7 +58,7 @@ class Planner:
             lambda: self._tokenizer.encode_chat(messages), num_chars(messages), self._settings
         )
         params = sampling_params(request, len(token_ids), self._model)
-        return PromptPlan(request_id, tuple(token_ids), params)
+        return PromptPlan(request_id, "messages", tuple(token_ids), params)
 
     async def _text_prompts(
         self, request_id: RequestId, request: TextRequest
@@ -91,9 +91,9 @@ class Planner:
             text, token_ids = "", prompt
         params = sampling_params(request, len(token_ids), self._model, param)
         if not request.echo:
-            return PromptPlan(request_id, tuple(token_ids), params)
+            return PromptPlan(request_id, param, tuple(token_ids), params)
         echo = text or decode_prompt(self._tokenizer.token_bytes, token_ids)
-        return PromptPlan(request_id, tuple(token_ids), params, echo)
+        return PromptPlan(request_id, param, tuple(token_ids), params, echo)
 
 
 async def tokenize(work: Callable[[], ResultT], chars: int, settings: HttpSettings) -> ResultT:

@@ -32,19 +32,19 @@ class FailingBackend(FakeBackend):
     """Fails one prompt by its place: at once, or after its first token."""
 
     def __init__(
-        self, folder: Path, place: int, *, is_refused: bool, num_cached_tokens: int = 0
+        self, folder: Path, place: int, *, is_refused: bool, code: ErrorCode = ErrorCode.NO_ROOM
     ) -> None:
         super().__init__(served_model(folder), saying_the_prompt, FakeBehaviour())
         self._place = place
         self._is_refused = is_refused
-        self.behaviour.num_cached_tokens = num_cached_tokens
+        self._code = code
 
     async def submit(
         self, request_id: RequestId, prompt_token_ids: Sequence[int], params: SamplingParams
     ) -> FakeSubmission:
         if not request_id.endswith(f".{self._place}"):
             return await super().submit(request_id, prompt_token_ids, params)
-        failure = RequestError(ErrorCode.NO_ROOM, "no room for this one")
+        failure = RequestError(self._code, "no room for this one")
         if self._is_refused:
             raise failure
         healthy = self.behaviour
@@ -127,6 +127,21 @@ async def test_one_refused_prompt_refuses_the_call_and_closes_the_others(tiny_fo
         response = await client.post(PATH, json={**LIST, "stream": is_stream})
     assert (response.status_code, response.json()["error"]["code"]) == (503, "no_room")
     assert all(submission.closed.is_set() for submission in backend.submissions)
+
+
+async def test_a_prompt_that_the_cluster_cannot_hold_is_named(tiny_folder):
+    backend = FailingBackend(tiny_folder, 1, is_refused=True, code=ErrorCode.CONTEXT_EXCEEDED)
+    alone = fake_backend(tiny_folder)
+    alone.behaviour.refusal = RequestError(ErrorCode.CONTEXT_EXCEEDED, "too long")
+    messages = [{"role": "user", "content": "hello"}]
+    async with asgi_client(backend) as client:
+        listed = (await client.post(PATH, json=LIST)).json()["error"]
+    async with asgi_client(alone) as client:
+        single = (await client.post(PATH, json={**LIST, "prompt": "hello"})).json()["error"]
+        body = {"model": MODEL_NAME, "messages": messages}
+        chat = (await client.post("/v1/chat/completions", json=body)).json()["error"]
+    assert (listed["param"], listed["message"]) == ("prompt[1]", "prompt[1]: no room for this one")
+    assert [single["param"], chat["param"]] == ["prompt", "messages"]
 
 
 async def test_one_failing_prompt_fails_the_call_and_cancels_the_others(tiny_folder):

@@ -152,7 +152,7 @@ def test_a_prompt_that_never_fits_is_refused_with_the_numbers() -> None:
     cluster = pair_cluster()
     refused = refusal(cluster.submit("r", 100 * 64))
     assert refused.code is ErrorCode.CONTEXT_EXCEEDED
-    assert "needs 101 KV blocks of 64 tokens" in refused.message
+    assert "with 1 choice needs 101 KV blocks of 64 tokens" in refused.message
     assert "has 100 (kv_bytes)" in refused.message
     assert refused.retry_after_seconds is None
 
