@@ -20,7 +20,8 @@ RequestT = TypeVar("RequestT", bound=CompletionFields)
 DEFAULT_TEXT_TOKENS = 16
 """max_tokens of /v1/completions, as OpenAI has it."""
 
-_IDENTIFIER = re.compile(r"[0-9]{1,10}")
+_IDENTIFIER = re.compile(r"0|[1-9][0-9]{0,9}")
+"""A token id in its one spelling: with two, a later one would silently overrule the first."""
 
 
 def parse_json(model_type: type[BodyT], body: bytes) -> BodyT:

@@ -22,13 +22,24 @@ _INT64 = 2**63
 
 
 def _listed(value: Any) -> Any:  # Any: a raw JSON value before validation
-    """Let one text stand for a list of one."""
-    return [value] if isinstance(value, str) else value
+    """Let one stop string stand for a list of one."""
+    if isinstance(value, str):
+        if not 1 <= len(value) <= MAX_STOP_CHARS:
+            bounds = {"most": MAX_STOP_CHARS}
+            raise PydanticCustomError("stop_length", "must have 1 to {most} characters", bounds)
+        return [value]
+    if value is not None and not isinstance(value, list):
+        raise PydanticCustomError("stop_type", "must be a string or a list of strings")
+    return value
 
 
 def _parts(value: Any) -> Any:  # Any: a raw JSON value before validation
     """Let a plain text stand for a list of one text part."""
-    return [{"type": "text", "text": value}] if isinstance(value, str) else value
+    if isinstance(value, str):
+        return [{"type": "text", "text": value}]
+    if not isinstance(value, list):
+        raise PydanticCustomError("content_type", "must be a string or a list of text parts")
+    return value
 
 
 def _prompts(value: Any) -> list[str] | list[list[int]]:  # Any: a raw JSON value

@@ -62,7 +62,9 @@ def refusal(call, *args, **kwargs) -> RequestError:
         ({"stop": ["x"] * 17}, "stop"),
         ({"stop": ["x"] * 10_000}, "stop"),
         ({"stop": ["ok", "x" * 257]}, "stop[1]"),
-        ({"stop": ""}, "stop[0]"),
+        ({"stop": ""}, "stop"),
+        ({"stop": "x" * 257}, "stop"),
+        ({"stop": [""]}, "stop[0]"),
         ({"stop": [1]}, "stop[0]"),
         ({"stop": 1}, "stop"),
         ({"stop_token_ids": [-1]}, "stop_token_ids[0]"),
@@ -237,6 +239,8 @@ def test_requests_without_seed_draw_different_ones(model):
         ({"stop_token_ids": [10**6]}, 1, "stop_token_ids", ErrorCode.BAD_REQUEST),
         ({"logit_bias": {"1000000": 1}}, 1, "logit_bias", ErrorCode.BAD_REQUEST),
         ({"logit_bias": {"x": 1}}, 1, "logit_bias", ErrorCode.BAD_REQUEST),
+        ({"logit_bias": {"0010": 100, "10": -100}}, 1, "logit_bias", ErrorCode.BAD_REQUEST),
+        ({"logit_bias": {"00": 1}}, 1, "logit_bias", ErrorCode.BAD_REQUEST),
         ({"logit_bias": {"9" * 5000: 1}}, 1, "logit_bias", ErrorCode.BAD_REQUEST),
         ({"top_logprobs": 1}, 1, "top_logprobs", ErrorCode.BAD_REQUEST),
     ],
@@ -269,6 +273,21 @@ def test_an_unknown_model_is_not_found(model):
 )
 def test_a_body_that_is_no_request_is_refused_with_the_reason(body, reason):
     assert reason in refusal(parse_body, ChatRequest, body).message
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"messages": [{"role": "user", "content": None}]},
+            "messages[0].content: must be a string or a list of text parts",
+        ),
+        ({"stop": 1}, "stop: must be a string or a list of strings"),
+        ({"stop": ""}, "stop: must have 1 to 256 characters"),
+    ],
+)
+def test_a_refusal_tells_every_form_that_a_field_may_have(fields, message):
+    assert refusal(chat, **fields).message == message
 
 
 def test_a_refusal_never_repeats_the_callers_text():
