@@ -118,8 +118,8 @@ def _check_layout(config: ModelConfig, layout: KVLayout) -> None:
     given = (layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.planes)
     if model != given:
         raise ValueError(f"the layout (layers, KV heads, head size, planes) {given} is not {model}")
-    if layout.dtype not in TORCH_DTYPES:
-        raise ValueError(f"the CPU engine does not run in {layout.dtype}")
+    if layout.element_dtype not in TORCH_DTYPES:
+        raise ValueError(f"the CPU engine does not run in {layout.element_dtype}")
 
 
 def _as_bytes(pool: memoryview | torch.Tensor, layout: KVLayout) -> torch.Tensor:

@@ -25,10 +25,17 @@ def resolve_dtype(name: str, cpu_info: Path = CPU_INFO) -> str:
     return "bfloat16" if has_native_bfloat16(cpu_info) else "float32"
 
 
-def load_model_layout(config: ModelConfig, dtype: str, block_size: int) -> KVLayout:
+def load_model_layout(
+    config: ModelConfig,
+    dtype: str,
+    block_size: int,
+    kv_cache_dtype: str = "auto",
+    scales: tuple[float, ...] = (),
+) -> KVLayout:
     """Return the KV layout of a model that runs in ``dtype`` with blocks of ``block_size`` tokens.
 
-    ``auto`` must be resolved before.
+    An ``auto`` dtype must be resolved before. ``scales`` are those of a quantised cache (see
+    ``KVLayout``).
     """
     return KVLayout(
         num_layers=config.num_layers,
@@ -36,4 +43,6 @@ def load_model_layout(config: ModelConfig, dtype: str, block_size: int) -> KVLay
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         dtype=dtype,
+        kv_cache_dtype=kv_cache_dtype,
+        scales=scales,
     )
