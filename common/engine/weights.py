@@ -1,5 +1,6 @@
 """A model's weights, streamed from its safetensors files into the engine's own arrangement."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -83,6 +84,49 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
             if has_bias:
                 shapes[f"{prefix}{name}.bias"] = (rows,)
     return shapes
+
+
+def read_kv_scales(config: ModelConfig) -> tuple[float, ...]:
+    """Return what the folder's files say of a quantised KV cache, (layers, K and V) row by row.
+
+    Empty where they say nothing. ModelError where they say it of some layers alone, and for scales
+    that are no single positive number.
+    """
+    names = kv_scale_names(config)
+    found: dict[str, float] = {}
+    for path in checkpoint_files(config.folder):
+        read_header(path)
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in set(names).intersection(file.keys()):
+                    scale: torch.Tensor = file.get_tensor(name)
+                    is_number = scale.numel() == 1 and scale.is_floating_point()
+                    found[name] = float(scale.float()) if is_number else math.nan
+        except (OSError, SafetensorError) as error:
+            raise ModelError(f"{path}: reading the KV scales failed: {error}") from error
+    if not found:
+        return ()
+    missing = [name for name in names if name not in found]
+    if missing:
+        raise ModelError(f"{config.folder}: KV scales are missing: {_some(missing)}")
+    bad = [name for name, scale in found.items() if not (math.isfinite(scale) and scale > 0)]
+    if bad:
+        raise ModelError(
+            f"{config.folder}: KV scales are no single positive number: {_some(sorted(bad))}"
+        )
+    return tuple(found[name] for name in names)
+
+
+def kv_scale_names(config: ModelConfig) -> list[str]:
+    """Return the tensors that a model's files may hold for a quantised KV cache.
+
+    A number is what the cache holds times the scale.
+    """
+    return [
+        f"model.layers.{layer}.self_attn.{plane}_scale"
+        for layer in range(config.num_layers)
+        for plane in "kv"
+    ]
 
 
 def load_weights(config: ModelConfig, dtype: torch.dtype) -> DecoderWeights[Linear, LogitsHead]:
@@ -180,7 +224,8 @@ class _Files:
 def _compare(config: ModelConfig, found: Mapping[str, tuple[int, ...]]) -> None:
     expected = expected_tensors(config)
     missing = [name for name in expected if name not in found]
-    unknown = [name for name in found if name not in expected and not _is_ignored(config, name)]
+    known = {*expected, *kv_scale_names(config)}
+    unknown = [name for name in found if name not in known and not _is_ignored(config, name)]
     misshaped = [
         f"{name} {found[name]} instead of {shape}"
         for name, shape in expected.items()
