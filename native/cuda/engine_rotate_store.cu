@@ -1,7 +1,9 @@
 // Rotates queries and keys in place and writes keys and values into the paged pool, in one pass.
 //
-// Compiled at run time with HEAD_DIM (64, 128 or 256) and IS_BFLOAT16 (1, or 0 for float16). It
-// includes nothing, so that it needs no headers of the toolkit: numbers are converted by hand.
+// Compiled at run time with HEAD_DIM (64, 128 or 256) and IS_BFLOAT16 (1, or 0 for float16), and with
+// KV_E4M3 for a pool of 8-bit numbers. It includes nothing, so that it needs no headers of the
+// toolkit: numbers are converted by hand. With HOST_PRIMITIVES who compiles it brings what is written
+// in the GPU's own language.
 //
 // One group of HEAD_DIM / 16 neighbouring lanes has one head of one token. Each lane holds eight
 // numbers of the head's first half and the eight that rotate with them, of its second half. All
@@ -23,19 +25,21 @@ union Angles {
   float at[8];
 };
 
+#ifdef KV_E4M3
+typedef unsigned char Stored;
+
+union Packed {
+  uint2 whole;
+  u16 at[4];
+};
+#else
+typedef u16 Stored;
+#endif
+
 __device__ __forceinline__ Vector load(const u16* from) {
   Vector vector;
   vector.whole = *reinterpret_cast<const uint4*>(from);
   return vector;
-}
-
-__device__ __forceinline__ void store(u16* to, const Vector& vector) {
-  // Written out, because the compiler splits the store where two paths meet.
-  const uint4 all = vector.whole;
-  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};"
-               :
-               : "l"(to), "r"(all.x), "r"(all.y), "r"(all.z), "r"(all.w)
-               : "memory");
 }
 
 __device__ __forceinline__ Angles load(const float* from) {
@@ -43,6 +47,16 @@ __device__ __forceinline__ Angles load(const float* from) {
   angles.whole[0] = reinterpret_cast<const float4*>(from)[0];
   angles.whole[1] = reinterpret_cast<const float4*>(from)[1];
   return angles;
+}
+
+#ifndef HOST_PRIMITIVES
+__device__ __forceinline__ void store(u16* to, const Vector& vector) {
+  // Written out, because the compiler splits the store where two paths meet.
+  const uint4 all = vector.whole;
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};"
+               :
+               : "l"(to), "r"(all.x), "r"(all.y), "r"(all.z), "r"(all.w)
+               : "memory");
 }
 
 __device__ __forceinline__ float to_float(u16 bits) {
@@ -65,6 +79,28 @@ __device__ __forceinline__ u16 from_float(float value) {
   return bits;
 }
 
+#ifdef KV_E4M3
+// Returns two numbers of 8 bits, `low` in the lower ones; what is too large becomes the largest.
+__device__ __forceinline__ u16 to_e4m3(float low, float high) {
+  u16 bits;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(bits) : "f"(high), "f"(low));
+  return bits;
+}
+#endif
+#endif
+
+#ifdef KV_E4M3
+__device__ __forceinline__ void store(Stored* to, const Vector& vector, float inverse) {
+  Packed packed;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    packed.at[i] =
+        to_e4m3(to_float(vector.at[2 * i]) * inverse, to_float(vector.at[2 * i + 1]) * inverse);
+  }
+  *reinterpret_cast<uint2*>(to) = packed.whole;
+}
+#endif
+
 __device__ __forceinline__ float sum_of_head(float value) {
 #pragma unroll
   for (int distance = LANES / 2; distance > 0; distance /= 2) {
@@ -80,12 +116,20 @@ __device__ __forceinline__ float sum_of_head(float value) {
 // q_norm, k_norm: (HEAD_DIM), or null where the model has none.
 // keys, values: this layer's planes of block 0; blocks are `block_stride` numbers apart, and a
 //            plane is (block_size, num_kv_heads, HEAD_DIM).
+// scales, inverses: of the layer's keys and values; what is stored is number * inverse.
+// trailer:   this layer's two scales in block 0; a block's are written with its first slot.
 extern "C" __global__ void rotate_store(u16* heads, long long token_stride, int num_tokens,
                                         int num_heads, int num_kv_heads, const int* positions,
                                         const int* slots, const float* cosine, const float* sine,
                                         const u16* q_norm, const u16* k_norm, float epsilon,
-                                        u16* keys, u16* values, long long block_stride,
-                                        int block_size) {
+                                        Stored* keys, Stored* values, long long block_stride,
+                                        int block_size
+#ifdef KV_E4M3
+                                        ,
+                                        float key_scale, float value_scale, float key_inverse,
+                                        float value_inverse, float* trailer
+#endif
+) {
   const int num_all = num_heads + 2 * num_kv_heads;
   const long long thread = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x;
   const long long item = thread / LANES;
@@ -142,7 +186,17 @@ extern "C" __global__ void rotate_store(u16* heads, long long token_stride, int 
   const long long offset = static_cast<long long>(slot / block_size) * block_stride +
                            (static_cast<long long>(slot % block_size) * num_kv_heads + kv_head) *
                                HEAD_DIM;
-  u16* target = (is_value ? values : keys) + offset;
+  Stored* target = (is_value ? values : keys) + offset;
+#ifdef KV_E4M3
+  const float inverse = is_value ? value_inverse : key_inverse;
+  store(target + first, low, inverse);
+  store(target + HALF + first, high, inverse);
+  if (slot % block_size == 0 && kv_head == 0 && lane == 0) {
+    float* scale = trailer + slot / block_size * (block_stride / sizeof(float));
+    scale[is_value] = is_value ? value_scale : key_scale;
+  }
+#else
   store(target + first, low);
   store(target + HALF + first, high);
+#endif
 }

@@ -18,6 +18,7 @@ from common.engine.cuda.kernels import pool_view
 from common.engine.cuda.memory import MIN_FLOAT_WORKSPACE
 from common.engine.cuda.model import DTYPES, CudaModel
 from common.engine.cuda.sampler import DeviceSampler, Draw
+from common.engine.cuda.scales import BlockScales
 from common.engine.cuda.torch_kernels import TorchKernels
 from common.engine.failure import RowsFailed
 from common.engine.interface import SampleSpec, StepRow
@@ -53,15 +54,26 @@ SPREAD = 0.1
 NOISE = {"bfloat16": 0.12, "float16": 0.015, "float32": 1e-4}
 """What a logprob of the tiny models may be off, in each type."""
 
+FP8 = "float8_e4m3"
+FP8_NOISE = 0.25
+"""The same over an FP8 cache, whatever the model's type."""
+
 
 @dataclass(frozen=True)
 class Case:
     family: str
     dtype: str
     head_dim: int
+    kv_cache_dtype: str = "auto"
+    scale: float = 1.0
+    """Of all layers and planes, where the cache is quantised."""
 
     def __str__(self) -> str:
-        return f"{self.family}-{self.dtype}-{self.head_dim}"
+        return f"{self.family}-{self.dtype}-{self.head_dim}-{self.kv_cache_dtype}-{self.scale}"
+
+    @property
+    def noise(self) -> float:
+        return NOISE[self.dtype] if self.kv_cache_dtype == "auto" else FP8_NOISE
 
 
 CASES_OF_KERNELS = [
@@ -71,7 +83,13 @@ CASES_OF_KERNELS = [
     Case("qwen2-window", "bfloat16", 128),
     Case("llama", "float16", 128),
     Case("llama", "float32", 64),
+    Case("llama-llama3", "bfloat16", 128, FP8),
+    Case("qwen3", "bfloat16", 128, FP8, 0.03),
+    Case("qwen2-window", "bfloat16", 64, FP8, 0.5),
+    Case("llama", "float16", 256, FP8, 0.1),
+    Case("llama", "float32", 64, FP8),
 ]
+QUANTISED_CASES = [case for case in CASES_OF_KERNELS if case.kv_cache_dtype == FP8]
 
 
 @pytest.fixture(scope="module", params=CASES_OF_KERNELS, ids=str)
@@ -98,6 +116,7 @@ def saved(case: Case, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, P
 def engine(
     folder: Path, case: Case, *, use_graphs: bool = True, num_blocks: int = 128
 ) -> PooledCudaEngine:
+    is_quantised = case.kv_cache_dtype == FP8
     return PooledCudaEngine(
         folder,
         device="cuda:0",
@@ -105,6 +124,8 @@ def engine(
         use_graphs=use_graphs,
         num_blocks=num_blocks,
         max_num_seqs=16,
+        kv_cache_dtype=case.kv_cache_dtype,
+        scales=(case.scale,) * (2 * ModelConfig.load(folder).num_layers) if is_quantised else (),
     )
 
 
@@ -127,7 +148,7 @@ def logprobs(model: PreTrainedModel, token_ids: list[int]) -> torch.Tensor:
 
 
 def assert_near(token: SampledToken, expected: torch.Tensor, case: Case) -> None:
-    noise = NOISE[case.dtype]
+    noise = case.noise
     assert token.logprob is not None
     for token_id, logprob in ((token.token_id, token.logprob), *token.top_logprobs):
         assert abs(float(expected[token_id]) - logprob) < noise
@@ -195,10 +216,10 @@ def test_graphs_change_no_choice(saved: tuple[Path, PreTrainedModel], case: Case
     others = without.generate(prompts, GREEDY, 30, ahead=True)
     for output, other in zip(outputs, others, strict=True):
         for token, its in zip(output, other, strict=True):
-            assert token.logprob == pytest.approx(its.logprob, abs=NOISE[case.dtype])
+            assert token.logprob == pytest.approx(its.logprob, abs=case.noise)
             if token.token_id != its.token_id:
                 gap = token.top_logprobs[0][1] - token.top_logprobs[1][1]
-                assert gap < NOISE[case.dtype], "they differ where there is no tie"
+                assert gap < case.noise, "they differ where there is no tie"
                 break
 
 
@@ -276,22 +297,41 @@ def test_memory_does_not_grow(saved: tuple[Path, PreTrainedModel], case: Case) -
     assert torch.cuda.memory_allocated() == before
 
 
+@pytest.mark.parametrize("case", QUANTISED_CASES, ids=str, indirect=True)
+def test_rows_with_blocks_of_other_scales_fail_alone(
+    saved: tuple[Path, PreTrainedModel], case: Case
+) -> None:
+    """In a graph, and in a step of chunks."""
+    ours = engine(saved[0], case)
+    tables = [ours.blocks_for(40) for _ in range(3)]
+    ours.execute(*[row(tokens(33, at), 0, table, None) for at, table in enumerate(tables)])
+    BlockScales(ours.pool, ours.layout).trailers[tables[1][0], 1, 0] = 0.7
+    torch.cuda.synchronize()
+    for more in ([9], [9, 8]):
+        for params in (PLAIN, GREEDY):
+            with pytest.raises(RowsFailed, match=r"1 of 3 rows failed: \[1\]"):
+                ours.execute(*[row(more, 33, table, params) for table in tables])
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", FP8])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(("family", "head_dim"), [("llama", 64), ("qwen3", 128), ("qwen3", 256)])
 def test_rotation_and_storing_equal_torchs(
-    tmp_path: Path, family: str, head_dim: int, dtype: str
+    tmp_path: Path, family: str, head_dim: int, dtype: str, kv_cache_dtype: str
 ) -> None:
     pytest.importorskip("flashinfer", reason="FlashInfer is not installed")
     save_tiny_model(family, tmp_path, **(SHAPE | {"head_dim": head_dim}))
     config = ModelConfig.load(tmp_path)
-    layout = KVLayout(3, 16, 2, head_dim, dtype)
-    assert why_not(config, dtype, DEVICE) is None
+    scales = (1.0, 1.0, 0.0625, 0.003, 1.0, 1.0) if kv_cache_dtype == FP8 else ()
+    layout = KVLayout(3, 16, 2, head_dim, dtype, 2, kv_cache_dtype, scales)
+    assert why_not(config, layout, DEVICE) is None
     weights = CudaModel.load(config, dtype, DEVICE).weights
     pools = [torch.zeros(8 * layout.block_bytes, dtype=torch.uint8, device=DEVICE) for _ in "ab"]
     views = [pool_view(pool, layout) for pool in pools]
+    trailers = [BlockScales(pool, layout) if scales else None for pool in pools]
     kernels = (
-        FlashInferKernels(config, layout, views[0], DEVICE, MIN_FLOAT_WORKSPACE),
-        TorchKernels(config, layout, views[1], DEVICE),
+        FlashInferKernels(config, layout, views[0], DEVICE, MIN_FLOAT_WORKSPACE, trailers[0]),
+        TorchKernels(config, layout, views[1], DEVICE, trailers[1]),
     )
     generator = torch.Generator(DEVICE).manual_seed(1)
     positions = torch.tensor([0, 1, 15, 16, 300, 511, 7], dtype=torch.int32, device=DEVICE)
@@ -304,11 +344,20 @@ def test_rotation_and_storing_equal_torchs(
         for one, its in zip(kernels, both, strict=True):
             one.rotate_store(1, weights.layers[1], its, positions, slots)
         torch.testing.assert_close(*both, rtol=noise, atol=noise)
-        torch.testing.assert_close(views[0], views[1], rtol=noise, atol=noise)
+        found, expected = (view.float() for view in views)
+        torch.testing.assert_close(found, expected, rtol=2**-3 if scales else noise, atol=noise)
+        assert torch.equal(found[:, 1, 1], expected[:, 1, 1]), "values are stored as they come"
         assert not torch.equal(both[0][:, :head_dim], heads[:, :head_dim])
         values = slice((num_heads + config.num_kv_heads) * head_dim, None)
         assert torch.equal(both[0][:, values], heads[:, values])
-    assert not views[0][:, [0, 2]].any()
+    assert not found[:, [0, 2]].any()
+    if scales:
+        for pair in trailers:
+            assert pair is not None
+            expected_scales = torch.tensor(scales[2:4], device=DEVICE)
+            assert torch.equal(pair.trailers[[0, 1, 4], 1], expected_scales.expand(3, 2))
+            assert not pair.trailers[[2, 3, 5, 6, 7]].any()
+            assert not pair.trailers[:, [0, 2]].any()
 
 
 def test_draws_equal_the_cpus() -> None:

@@ -7,8 +7,8 @@ import torch
 
 from common.engine.cuda.engine import CudaEngine
 from common.engine.cuda.model import CudaModel
+from common.engine.dtype import load_model_layout
 from common.engine.interface import PendingToken, SampleSpec, StepRow
-from common.kv.layout import KVLayout
 from common.models.config import ModelConfig
 from common.sampling import SampledToken, SamplingParams
 
@@ -30,23 +30,21 @@ class PooledCudaEngine:
         max_num_seqs: int = 8,
         use_graphs: bool = True,
         load_format: str = "auto",
+        kv_cache_dtype: str = "auto",
+        scales: tuple[float, ...] = (),
+        memory: memoryview | None = None,
     ) -> None:
+        """``memory`` is the pool's on the host, of ``num_blocks`` and one; without, it is made."""
         self.config = ModelConfig.load(folder)
         self.device = torch.device(device)
-        self.layout = KVLayout(
-            self.config.num_layers,
-            block_size,
-            self.config.num_kv_heads,
-            self.config.head_dim,
-            dtype,
-        )
+        self.layout = load_model_layout(self.config, dtype, block_size, kv_cache_dtype, scales)
+        num_bytes = (num_blocks + 1) * self.layout.block_bytes
+        if memory is None:
+            self.pool = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        else:
+            self.pool = torch.frombuffer(memory, dtype=torch.uint8)
         # NaN everywhere: what is read without having been written shows.
-        self.pool = torch.full(
-            ((num_blocks + 1) * self.layout.block_bytes,),
-            255,
-            dtype=torch.uint8,
-            device=self.device,
-        )
+        self.pool.fill_(255)
         self.told: list[str] = []
         model = CudaModel.load(
             self.config, dtype, self.device, "dummy" if load_format == "dummy" else "auto"

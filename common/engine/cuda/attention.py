@@ -11,7 +11,9 @@ from typing import Any
 import torch
 
 from common.engine.cuda.device_batch import Group, TensorRows
+from common.engine.cuda.kernels import POOL_DTYPES
 from common.engine.cuda.memory import INT_WORKSPACE
+from common.engine.cuda.model import DTYPES
 from common.kv.layout import KVLayout
 from common.models.config import ModelConfig
 
@@ -28,11 +30,41 @@ class Shape:
     head_dim: int
     block_size: int
     dtype: torch.dtype
+    pool_dtype: torch.dtype
 
     @classmethod
-    def of(cls, config: ModelConfig, layout: KVLayout, dtype: torch.dtype) -> "Shape":
+    def of(cls, config: ModelConfig, layout: KVLayout) -> "Shape":
         """Return the shape of a model over a pool."""
-        return cls(config.num_heads, config.num_kv_heads, config.head_dim, layout.block_size, dtype)
+        return cls(
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            layout.block_size,
+            DTYPES[layout.dtype],
+            POOL_DTYPES[layout.element_dtype],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Planes:
+    """A layer's keys and values in the pool, (blocks, block_size, kv_heads, head_dim) each.
+
+    What they stand for is the stored numbers times their scale; None are numbers of the model's
+    own type.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    key_scale: float | None = None
+    value_scale: float | None = None
+
+    @classmethod
+    def of(cls, view: torch.Tensor, layout: KVLayout, layer: int) -> "Planes":
+        """Return a layer of the pool as ``kernels.pool_view`` returns it."""
+        keys, values = view[:, layer, 0], view[:, layer, 1]
+        if not layout.is_quantised:
+            return cls(keys, values)
+        return cls(keys, values, *layout.scales_of(layer))
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,15 +122,9 @@ class DecodeAttention:
         wrapper._paged_kv_last_page_len_buf = device.last_page_len  # noqa: SLF001
         wrapper._qo_indptr_buf = device.qo_indptr  # noqa: SLF001
 
-    def run(
-        self,
-        queries: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        out: torch.Tensor,
-    ) -> None:
+    def run(self, queries: torch.Tensor, planes: Planes, out: torch.Tensor) -> None:
         """Enqueue one layer; queries and ``out`` are (rows, heads, head_dim)."""
-        self._wrapper.run(queries, (keys, values), out=out)
+        _run_paged(self._wrapper, queries, planes, out)
 
 
 class GraphDecodeAttention:
@@ -133,15 +159,9 @@ class GraphDecodeAttention:
         """Plan a step's rows; the same numbers go to the device's arrays by another way."""
         _fast_plan(self._decode, self._wrapper, self._shape, self._window_left, host)
 
-    def run(
-        self,
-        queries: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        out: torch.Tensor,
-    ) -> None:
+    def run(self, queries: torch.Tensor, planes: Planes, out: torch.Tensor) -> None:
         """Enqueue one layer; queries and ``out`` are (rows, heads, head_dim)."""
-        self._wrapper.run(queries, (keys, values), out=out)
+        _run_paged(self._wrapper, queries, planes, out)
 
 
 class FreshAttention:
@@ -211,26 +231,30 @@ class ChunkAttention:
             causal=True,
             window_left=self._window_left,
             q_data_type=shape.dtype,
-            kv_data_type=shape.dtype,
+            kv_data_type=shape.pool_dtype,
             seq_lens=host.kv_lens,
             max_token_per_sequence=int(host.qo_indptr.diff().max()),
         )
 
-    def run(
-        self,
-        queries: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        out: torch.Tensor,
-    ) -> None:
-        """Enqueue one layer; ``keys`` and ``values`` are the pool's planes."""
-        self._wrapper.run(queries, (keys, values), out=out)
+    def run(self, queries: torch.Tensor, planes: Planes, out: torch.Tensor) -> None:
+        """Enqueue one layer; queries and ``out`` are (tokens, heads, head_dim)."""
+        _run_paged(self._wrapper, queries, planes, out)
 
 
 def _decode_module() -> Any:  # Any: FlashInfer has no types
     from flashinfer import decode  # noqa: PLC0415 - there on GPU machines alone
 
     return decode
+
+
+def _run_paged(wrapper: Wrapper, queries: torch.Tensor, planes: Planes, out: torch.Tensor) -> None:
+    wrapper.run(
+        queries,
+        (planes.keys, planes.values),
+        k_scale=planes.key_scale,
+        v_scale=planes.value_scale,
+        out=out,
+    )
 
 
 def _first_decode_plan(
@@ -247,7 +271,7 @@ def _first_decode_plan(
         shape.block_size,
         window_left=left,
         q_data_type=shape.dtype,
-        kv_data_type=shape.dtype,
+        kv_data_type=shape.pool_dtype,
     )
 
 
@@ -264,6 +288,6 @@ def _fast_plan(decode: Any, wrapper: Wrapper, shape: Shape, left: int, host: Ten
         shape.block_size,
         window_left=left,
         q_data_type=shape.dtype,
-        kv_data_type=shape.dtype,
+        kv_data_type=shape.pool_dtype,
         global_override_indptr_cpu=host.indptr,
     )

@@ -14,13 +14,14 @@ import structlog
 import torch
 
 from common.engine.cuda.decoder import CudaDecoder
-from common.engine.cuda.device_batch import to_device
+from common.engine.cuda.device_batch import TensorRows, to_device
 from common.engine.cuda.flashinfer_kernels import FlashInferKernels, why_not
 from common.engine.cuda.graphs import DecodeGraphs, DrawnTokens, input_bytes, ladder
 from common.engine.cuda.kernels import Kernels, pool_view
 from common.engine.cuda.memory import float_workspace_bytes
 from common.engine.cuda.model import CudaModel
-from common.engine.cuda.sampler import DeviceSampler, Draw, Drawn, is_plain
+from common.engine.cuda.sampler import DeviceSampler, Draw, Drawn, is_plain, to_host
+from common.engine.cuda.scales import BlockScales
 from common.engine.cuda.step_batch import Longs, StepBatch, StepPacker
 from common.engine.cuda.streams import InferenceOn, new_event, new_stream
 from common.engine.cuda.torch_kernels import TorchKernels
@@ -38,13 +39,18 @@ MAX_IN_FLIGHT = 2
 
 @dataclass(frozen=True, slots=True)
 class CudaStep:
-    """A step on its way. ``drawn`` is on the host, and complete once ``done`` has happened."""
+    """A step on its way. ``drawn`` is on the host, and complete once ``done`` has happened.
+
+    So is ``is_foreign``, which says of each sampled row whether it read blocks of other scales;
+    None where blocks have none.
+    """
 
     number: int
     num_rows: int
     sampled_rows: tuple[int, ...]
     draws: tuple[Draw, ...]
     drawn: Drawn
+    is_foreign: torch.Tensor | None
     done: torch.cuda.Event | None
 
 
@@ -95,7 +101,8 @@ class CudaEngine:
         num_inputs = -(-input_bytes(max_num_seqs, max_blocks) // 8)
         with self._on_stream():
             view = pool_view(pool, layout)
-            reason = why_not(self.config, layout.dtype, self._device)
+            self._scales = BlockScales(pool, layout) if layout.is_quantised else None
+            reason = why_not(self.config, layout, self._device)
             self._slab = torch.zeros(num_drawn + num_inputs, dtype=torch.int64, device=self._device)
             scores = torch.zeros(num_drawn, dtype=torch.float32, device=self._device)
             self._drawn = DrawnTokens(self._slab[:num_drawn], scores)
@@ -104,12 +111,14 @@ class CudaEngine:
             if reason is not None:
                 if is_cuda:
                     log.warning("attention runs on torch's own kernels, slower", reason=reason)
-                self._kernels = TorchKernels(self.config, layout, view, self._device)
+                self._kernels = TorchKernels(self.config, layout, view, self._device, self._scales)
                 self._decoder = CudaDecoder(model, self._kernels)
                 return
-            partial_bytes = float_workspace_bytes(self.config, max_num_seqs)
+            partial_bytes = float_workspace_bytes(self.config, max_num_seqs, layout.kv_cache_dtype)
             self._tell("compiling kernels; the first time on a machine takes minutes")
-            kernels = FlashInferKernels(self.config, layout, view, self._device, partial_bytes)
+            kernels = FlashInferKernels(
+                self.config, layout, view, self._device, partial_bytes, self._scales
+            )
             self._kernels = kernels
             self._decoder = CudaDecoder(model, kernels)
             self._warm_up()
@@ -135,7 +144,7 @@ class CudaEngine:
             for spec in rows[index].samples
         )
         with self._on_stream():
-            drawn = self._enqueue(batch, pending_places, draws)
+            drawn, is_foreign = self._enqueue(batch, pending_places, draws)
             done = None
             if self._stream is not None:
                 done = new_event()
@@ -144,7 +153,7 @@ class CudaEngine:
         places[batch.sampled_rows] = np.arange(len(batch.sampled_rows))
         self._places = places
         sampled_rows = tuple(batch.sampled_rows.tolist())
-        step = CudaStep(self._num_launched, len(rows), sampled_rows, draws, drawn, done)
+        step = CudaStep(self._num_launched, len(rows), sampled_rows, draws, drawn, is_foreign, done)
         self._num_launched += 1
         self.last_launch_seconds = time.perf_counter() - begin
         return step
@@ -152,7 +161,8 @@ class CudaEngine:
     def collect(self, step: LaunchedStep) -> list[tuple[SampledToken, ...]]:
         """Wait for a launched step and return each row's tokens, in order.
 
-        RowsFailed carries every row's outcome when the logits of a row are not numbers.
+        RowsFailed carries every row's outcome when the logits of a row are not numbers, or its
+        quantised blocks have other scales than the layout's.
         """
         if not isinstance(step, CudaStep):
             raise TypeError(f"step {step.number} was launched by another engine")
@@ -165,6 +175,11 @@ class CudaEngine:
         outcomes: list[RowOutcome] = [()] * step.num_rows
         for index, row_tokens in zip(step.sampled_rows, found, strict=True):
             outcomes[index] = _outcome(row_tokens)
+        if step.is_foreign is not None:
+            for at in step.is_foreign.nonzero().flatten().tolist():
+                outcomes[step.sampled_rows[at]] = RequestError(
+                    ErrorCode.INTERNAL, "blocks of the request have other scales than this engine's"
+                )
         succeeded = [outcome for outcome in outcomes if not isinstance(outcome, RequestError)]
         if len(succeeded) < len(outcomes):
             raise RowsFailed(outcomes)
@@ -174,13 +189,27 @@ class CudaEngine:
         """Launch a step and collect it."""
         return self.collect(self.launch(rows)) if rows else []
 
-    def _enqueue(self, batch: StepBatch, pending_places: Longs, draws: tuple[Draw, ...]) -> Drawn:
+    def _enqueue(
+        self, batch: StepBatch, pending_places: Longs, draws: tuple[Draw, ...]
+    ) -> tuple[Drawn, torch.Tensor | None]:
         num_sampled = len(batch.sampled_rows)
         graphs = self._graphs
+        rows: TensorRows | None = None
         if graphs is not None and batch.is_pure_decode and batch.num_tokens <= graphs.max_rows:
             logits: torch.Tensor | None = graphs.run(batch, pending_places)
+            if self._scales is not None:
+                rows = graphs.latest_rows()
         else:
-            logits = self._compute(batch, pending_places)
+            logits, rows = self._compute(batch, pending_places)
+        # Behind the step's own writes: they give new blocks their scales.
+        is_foreign = None
+        if self._scales is not None and rows is not None:
+            is_foreign = to_host(self._scales.foreign_rows(rows)[:num_sampled])
+        return self._draw(logits, num_sampled, draws), is_foreign
+
+    def _draw(
+        self, logits: torch.Tensor | None, num_sampled: int, draws: tuple[Draw, ...]
+    ) -> Drawn:
         best = (self._drawn.scores[:num_sampled], self._drawn.ids[:num_sampled])
         if logits is None or is_plain(draws, num_sampled):
             return Drawn(best[1], best[0]).to_host()
@@ -190,7 +219,10 @@ class CudaEngine:
         self._drawn.ids[:num_sampled] = drawn.ids[firsts]
         return drawn.to_host()
 
-    def _compute(self, batch: StepBatch, pending_places: Longs) -> torch.Tensor | None:
+    def _compute(
+        self, batch: StepBatch, pending_places: Longs
+    ) -> tuple[torch.Tensor | None, TensorRows | None]:
+        """Return the sampled tokens' logits and their rows, None where nothing is sampled."""
         there = to_device(batch, pending_places, self._device)
         token_ids = there.token_ids
         if len(pending_places):
@@ -201,7 +233,8 @@ class CudaEngine:
             size = len(logits)
             out = (self._drawn.scores[:size], self._drawn.ids[:size])
             torch.max(logits, dim=1, out=out)
-        return logits
+        sampled = there.decodes if there.tail is None else there.tail
+        return logits, None if sampled is None or logits is None else sampled.device
 
     def _pending_places(self, rows: Sequence[StepRow], batch: StepBatch) -> Longs:
         """Return where the drawn tokens of the latest step are that this one continues with."""

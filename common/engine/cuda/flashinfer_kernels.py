@@ -11,39 +11,42 @@ from common.engine.cuda.attention import (
     DecodeAttention,
     FreshAttention,
     GraphDecodeAttention,
+    Planes,
     Shape,
     Workspace,
 )
 from common.engine.cuda.device_batch import DeviceBatch, Group, TensorRows
-from common.engine.cuda.model import DTYPES
 from common.engine.cuda.rotate_store import HEAD_DIMS, RotateStore
+from common.engine.cuda.scales import BlockScales
 from common.engine.cuda.streams import new_event
 from common.kv.layout import KVLayout
 from common.models.config import ModelConfig
 
 MIN_CAPABILITY = (8, 0)
+MIN_FP8_CAPABILITY = (8, 9)
 
 
 class Attention(Protocol):
-    """One planned kind of attention."""
+    """One planned kind of attention over the pool."""
 
-    def run(
-        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, out: torch.Tensor
-    ) -> None:
+    def run(self, queries: torch.Tensor, planes: Planes, out: torch.Tensor) -> None:
         """Enqueue one layer."""
         ...
 
 
-def why_not(config: ModelConfig, dtype: str, device: torch.device) -> str | None:
-    """Return why these kernels cannot run the model, None where they can."""
+def why_not(config: ModelConfig, layout: KVLayout, device: torch.device) -> str | None:
+    """Return why these kernels cannot run the model over such a pool, None where they can."""
     if device.type != "cuda":
         return f"the device is {device.type}"
-    if dtype == "float32":
+    if layout.dtype == "float32":
         return "FlashInfer has no float32 kernels"
     if config.head_dim not in HEAD_DIMS:
         return f"head_dim {config.head_dim} is none of {HEAD_DIMS}"
-    if torch.cuda.get_device_capability(device) < MIN_CAPABILITY:
+    capability = torch.cuda.get_device_capability(device)
+    if capability < MIN_CAPABILITY:
         return "the GPU is older than Ampere"
+    if layout.is_quantised and capability < MIN_FP8_CAPABILITY:
+        return "the GPU is older than Ada and Hopper, which have FP8 numbers"
     for name in ("flashinfer", "cupy"):
         try:
             __import__(name)
@@ -74,8 +77,12 @@ class FlashInferKernels:
         view: torch.Tensor,
         device: torch.device,
         partial_result_bytes: int,
+        scales: BlockScales | None = None,
     ) -> None:
-        """``view`` is the pool as ``kernels.pool_view`` returns it, on ``device``."""
+        """``view`` is the pool as ``kernels.pool_view`` returns it, on ``device``.
+
+        ``scales`` are those of a quantised pool.
+        """
         import flashinfer  # noqa: PLC0415 - there on GPU machines alone
 
         self._rms_norm: Callable[..., torch.Tensor] = flashinfer.rmsnorm
@@ -83,11 +90,9 @@ class FlashInferKernels:
         self._silu_mul: Callable[..., torch.Tensor] = flashinfer.silu_and_mul
         self._epsilon = config.rms_norm_eps
         self._config = config
-        self._planes = [
-            (view[:, layer, 0], view[:, layer, 1]) for layer in range(config.num_layers)
-        ]
-        self.rotate_store = RotateStore(config, layout, view, device)
-        self.shape = Shape.of(config, layout, DTYPES[layout.dtype])
+        self._planes = [Planes.of(view, layout, layer) for layer in range(config.num_layers)]
+        self.rotate_store = RotateStore(config, layout, view, device, scales)
+        self.shape = Shape.of(config, layout)
         partial = torch.empty(partial_result_bytes, dtype=torch.uint8, device=device)
         self.windows = tuple(dict.fromkeys(config.layer_windows))
         shape, windows = self.shape, self.windows
@@ -160,9 +165,9 @@ class FlashInferKernels:
         split = heads.view(len(heads), -1, config.head_dim)
         queries = split[:, : config.num_heads]
         out = heads.new_empty((len(heads), config.num_heads, config.head_dim))
-        pool_keys, pool_values = self._planes[layer]
+        planes = self._planes[layer]
         if self._graph is not None:
-            self._graph.attentions[window].run(queries, pool_keys, pool_values, out)
+            self._graph.attentions[window].run(queries, planes, out)
             return out.view(len(heads), -1)
         batch = self._batch
         assert batch is not None  # begin comes first
@@ -178,7 +183,7 @@ class FlashInferKernels:
         for group, attention in paged:
             if group is not None:
                 part = slice(group.first, group.last)
-                attention.run(queries[part], pool_keys, pool_values, out[part])
+                attention.run(queries[part], planes, out[part])
         return out.view(len(heads), -1)
 
     def attend_tail(self, layer: int, heads: torch.Tensor) -> torch.Tensor:
@@ -186,5 +191,5 @@ class FlashInferKernels:
         config = self._config
         queries = heads.view(len(heads), -1, config.head_dim)[:, : config.num_heads]
         out = heads.new_empty((len(heads), config.num_heads, config.head_dim))
-        self._tails[config.layer_windows[layer]].run(queries, *self._planes[layer], out)
+        self._tails[config.layer_windows[layer]].run(queries, self._planes[layer], out)
         return out.view(len(heads), -1)

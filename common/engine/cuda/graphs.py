@@ -87,6 +87,7 @@ class DecodeGraphs:
         self._scratch_block = scratch_block
         self._graphs: dict[int, _Graph] = {}
         self._logits = torch.empty(0)
+        self._latest: Packed | None = None
 
     @property
     def max_rows(self) -> int:
@@ -140,7 +141,13 @@ class DecodeGraphs:
         chosen = self._graphs[size]
         self._kernels.begin_graph(chosen.plan, inputs.rows)
         chosen.graph.replay()
+        self._latest = inputs.packed
         return self._logits[:num_rows]
+
+    def latest_rows(self) -> TensorRows:
+        """Return the device's rows of the latest run, then its padding, until the next run."""
+        assert self._latest is not None  # run comes first
+        return _paged(self._latest.views(self._inputs))
 
     def _pack(self, rows: _Rows, sources: Longs) -> _Inputs:
         # The indices come last: their number changes, and all else stays where it is.

@@ -7,14 +7,18 @@ import torch
 from common.engine.cuda.device_batch import DeviceBatch
 from common.engine.cuda.model import DTYPES
 from common.engine.cuda.products import Product
+from common.engine.cuda.scales import E4M3
 from common.engine.weights import LayerWeights
 from common.kv.layout import KVLayout
 
+POOL_DTYPES = DTYPES | {"float8_e4m3": E4M3}
+
 
 class Kernels(Protocol):
-    """Over one pool, and one batch at a time. Tensors are contiguous and in the layout's type.
+    """Over one pool, and one batch at a time. Tensors are contiguous and in the model's type.
 
-    K and V are in the pool alone: ``rotate_store`` writes them, attention reads them.
+    ``rotate_store`` writes K and V into the pool, attention reads them there. Prompts from their
+    begin attend to k and v as they were computed, which differ where the pool is quantised.
     """
 
     def begin(self, batch: DeviceBatch) -> None:
@@ -65,8 +69,8 @@ class Kernels(Protocol):
 def pool_view(pool: torch.Tensor, layout: KVLayout) -> torch.Tensor:
     """Return a pool's bytes as (blocks, layers, planes, block_size, kv_heads, head_dim).
 
-    A view: blocks are ``layout.block_bytes`` apart, their padding is not part of it. ValueError
-    where the pool is no whole number of blocks.
+    A view: blocks are ``layout.block_bytes`` apart, their padding and scales are no part of it.
+    ValueError where the pool is no whole number of blocks.
     """
     if pool.dtype != torch.uint8 or pool.dim() != 1 or not pool.is_contiguous():
         raise ValueError("the pool must be one contiguous run of bytes")
@@ -75,7 +79,7 @@ def pool_view(pool: torch.Tensor, layout: KVLayout) -> torch.Tensor:
             f"a pool of {pool.numel()} bytes is no multiple of blocks of {layout.block_bytes}"
         )
     num_blocks = pool.numel() // layout.block_bytes
-    blocks = pool.view(DTYPES[layout.dtype]).view(num_blocks, -1)
+    blocks = pool.view(POOL_DTYPES[layout.element_dtype]).view(num_blocks, -1)
     payload = blocks[:, : layout.payload_bytes // layout.element_bytes]
     shape = (layout.num_layers, layout.planes, layout.block_size)
     return payload.view(num_blocks, *shape, layout.num_kv_heads, layout.head_dim)

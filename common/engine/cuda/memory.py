@@ -18,26 +18,39 @@ SAMPLER_BYTES_PER_LOGIT = 64
 DECODE_TILES = (16, 128)
 """Query rows of one tile in a decode: for groups of at most 16 heads, and for more."""
 
+CHUNK_TILE = 128
+"""Query rows of one tile in a later chunk, at most."""
+
 MAX_SPLIT_TILES = 512
 """More tiles than any GPU runs at a time, over all KV heads."""
 
 
-def float_workspace_bytes(config: ModelConfig, max_num_seqs: int) -> int:
-    """Return the room for partial results of decodes that are split over their context.
+def float_workspace_bytes(
+    config: ModelConfig, max_num_seqs: int, kv_cache_dtype: str = "auto"
+) -> int:
+    """Return the room for partial results of attention that is split over its context.
 
     A graph of n sequences has up to n tiles for each of them and n * group / tile more, in every
-    head, each with (head_dim + 1) float32 numbers a row.
+    head, each with (head_dim + 1) float32 numbers a row. Over a quantised pool later chunks are
+    split as well, as long as there are fewer tiles than run at a time.
     """
     group = config.num_heads // config.num_kv_heads
     tile = DECODE_TILES[0] if group <= DECODE_TILES[0] else DECODE_TILES[1]
     tiles = max_num_seqs + -(-max_num_seqs * group // tile)
     tiles = max(tiles, MAX_SPLIT_TILES // config.num_kv_heads)
     row_bytes = (config.head_dim + 1) * 4
-    return max(MIN_FLOAT_WORKSPACE, config.num_heads * tiles * tile * row_bytes)
+    num_rows = tiles * tile
+    if kv_cache_dtype != "auto":
+        num_rows = max(num_rows, MAX_SPLIT_TILES // config.num_kv_heads * CHUNK_TILE)
+    return max(MIN_FLOAT_WORKSPACE, config.num_heads * num_rows * row_bytes)
 
 
 def activation_bytes(
-    config: ModelConfig, max_num_batched_tokens: int, max_num_seqs: int, dtype: str
+    config: ModelConfig,
+    max_num_batched_tokens: int,
+    max_num_seqs: int,
+    dtype: str,
+    kv_cache_dtype: str = "auto",
 ) -> int:
     """Return a bound on the bytes that steps need beside weights and pool.
 
@@ -54,6 +67,6 @@ def activation_bytes(
     sampler = min(ROWS_AT_ONCE, max_num_seqs) * config.vocab_size * SAMPLER_BYTES_PER_LOGIT
     rotary = config.max_model_len * config.head_dim * 4
     num_windows = len(set(config.layer_windows))
-    workspaces = float_workspace_bytes(config, max_num_seqs)
+    workspaces = float_workspace_bytes(config, max_num_seqs, kv_cache_dtype)
     workspaces += num_windows * NUM_INT_WORKSPACES * INT_WORKSPACE
     return activations * 5 // 4 + logits + sampler + rotary + workspaces + LIBRARY_BYTES

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from common.engine.cuda.products import Product
+from common.engine.cuda.scales import BlockScales, inverse_of
 from common.engine.rope import rotary_tables
 from common.engine.weights import LayerWeights
 from common.kv.layout import KVLayout
@@ -21,15 +22,22 @@ class RotateStore:
     """Rotates q and k in place and writes k and v; bfloat16 or float16."""
 
     def __init__(
-        self, config: ModelConfig, layout: KVLayout, view: torch.Tensor, device: torch.device
+        self,
+        config: ModelConfig,
+        layout: KVLayout,
+        view: torch.Tensor,
+        device: torch.device,
+        scales: BlockScales | None = None,
     ) -> None:
-        """``view`` is the pool as ``kernels.pool_view`` returns it, on ``device``."""
+        """``view`` is the pool as ``kernels.pool_view`` returns it, on ``device``.
+
+        ``scales`` are those of a quantised pool.
+        """
         import cupy  # noqa: PLC0415 - there on GPU machines alone
 
-        is_bfloat16 = int(layout.dtype == "bfloat16")
-        defines = (f"-DHEAD_DIM={config.head_dim}", f"-DIS_BFLOAT16={is_bfloat16}")
         module = cupy.RawModule(
-            code=SOURCE.read_text(encoding="utf-8"), options=("--std=c++17", *defines)
+            code=SOURCE.read_text(encoding="utf-8"),
+            options=("--std=c++17", *defines_of(config.head_dim, layout)),
         )
         with cupy.cuda.Device(device.index):
             self._function = module.get_function("rotate_store")
@@ -44,6 +52,10 @@ class RotateStore:
         self._block_stride = np.int64(view.stride(0))
         self._planes = [
             (_address(view[:, layer, 0]), _address(view[:, layer, 1]))
+            for layer in range(config.num_layers)
+        ]
+        self._scaling: list[tuple[np.float32 | np.uint64, ...]] = [
+            () if scales is None else scale_arguments(layout, scales, layer)
             for layer in range(config.num_layers)
         ]
 
@@ -82,8 +94,24 @@ class RotateStore:
                     values,
                     self._block_stride,
                     self._block_size,
+                    *self._scaling[layer],
                 ),
             )
+
+
+def defines_of(head_dim: int, layout: KVLayout) -> tuple[str, ...]:
+    """Return what the kernel of a layout is compiled with."""
+    defines = (f"-DHEAD_DIM={head_dim}", f"-DIS_BFLOAT16={int(layout.dtype == 'bfloat16')}")
+    return (*defines, "-DKV_E4M3") if layout.is_quantised else defines
+
+
+def scale_arguments(
+    layout: KVLayout, scales: BlockScales, layer: int
+) -> tuple[np.float32 | np.uint64, ...]:
+    """Return the kernel's last arguments for a layer of a quantised pool."""
+    found = layout.scales_of(layer)
+    numbers = (*found, *(inverse_of(scale) for scale in found))
+    return (*map(np.float32, numbers), _address(scales.trailers[0, layer]))
 
 
 def _address(tensor: torch.Tensor | None) -> np.uint64:

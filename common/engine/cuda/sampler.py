@@ -55,11 +55,11 @@ class Drawn:
         if logprobs is not None:
             logprobs = Logprobs(
                 logprobs.places,
-                _to_host(logprobs.own),
-                _to_host(logprobs.top_ids),
-                _to_host(logprobs.top_values),
+                to_host(logprobs.own),
+                to_host(logprobs.top_ids),
+                to_host(logprobs.top_values),
             )
-        return Drawn(_to_host(self.ids), _to_host(self.scores), logprobs)
+        return Drawn(to_host(self.ids), to_host(self.scores), logprobs)
 
     def tokens(self, draws: Sequence[Draw]) -> list[SampledToken | None]:
         """Return each draw's token, None where the logits were no numbers; for the host's side."""
@@ -193,7 +193,8 @@ class DeviceSampler:
         return upload(arrays, self._device)
 
 
-def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Enqueue a copy to host memory; it is there when the stream has come so far."""
     if tensor.device.type == "cpu":
         return tensor.clone()
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

@@ -8,6 +8,7 @@ from torch.nn import functional
 
 from common.engine.cuda.device_batch import DeviceBatch, Group
 from common.engine.cuda.products import Product
+from common.engine.cuda.scales import E4M3, BlockScales, dequantise, quantise
 from common.engine.rope import rotary_tables
 from common.engine.weights import LayerWeights
 from common.kv.layout import KVLayout
@@ -22,11 +23,22 @@ class TorchKernels:
     """Implements ``Kernels``; everything but the products is computed in float32."""
 
     def __init__(
-        self, config: ModelConfig, layout: KVLayout, view: torch.Tensor, device: torch.device
+        self,
+        config: ModelConfig,
+        layout: KVLayout,
+        view: torch.Tensor,
+        device: torch.device,
+        scales: BlockScales | None = None,
     ) -> None:
-        """``view`` is the pool as ``kernels.pool_view`` returns it."""
+        """``view`` is the pool as ``kernels.pool_view`` returns it.
+
+        ``scales`` are those of a quantised pool.
+        """
         self._config = config
-        self._view = view
+        self._layout = layout
+        self._scales = scales
+        # Not every operator that moves numbers takes FP8 ones.
+        self._view = view if scales is None else view.view(torch.uint8)
         self._device = device
         self._block_size = layout.block_size
         cosine, sine = rotary_tables(config.rope, config.head_dim, config.max_model_len)
@@ -83,8 +95,11 @@ class TorchKernels:
             slots[kept].long() // self._block_size,
             slots[kept].long() % self._block_size,
         )
-        self._view[block, layer, 0, offset] = keys[kept]
-        self._view[block, layer, 1, offset] = split[kept, -config.num_kv_heads :]
+        found = (keys[kept], split[kept, -config.num_kv_heads :])
+        for plane, numbers in enumerate(found):
+            self._view[block, layer, plane, offset] = self._stored(layer, plane, numbers)
+        if self._scales is not None:
+            self._scales.write(layer, block[offset == 0])
 
     def attend(self, layer: int, heads: torch.Tensor) -> torch.Tensor:
         """Return causal attention of all the batch's tokens, (tokens, num_heads * head_dim)."""
@@ -92,7 +107,9 @@ class TorchKernels:
         batch = self._batch
         groups = (batch.decodes, batch.fresh, batch.chunks)
         parts = [
-            self._attend_group(layer, group, heads[group.first : group.last])
+            self._attend_group(
+                layer, group, heads[group.first : group.last], is_fresh=group is batch.fresh
+            )
             for group in groups
             if group is not None
         ]
@@ -102,28 +119,43 @@ class TorchKernels:
         """Return the attention of the sampled tokens alone; ``heads`` has only theirs."""
         assert self._batch is not None
         assert self._batch.tail is not None  # else the whole batch is sampled
-        return self._attend_group(layer, self._batch.tail, heads)
+        return self._attend_group(layer, self._batch.tail, heads, is_fresh=False)
 
-    def _attend_group(self, layer: int, group: Group, heads: torch.Tensor) -> torch.Tensor:
+    def _attend_group(
+        self, layer: int, group: Group, heads: torch.Tensor, *, is_fresh: bool
+    ) -> torch.Tensor:
         config = self._config
-        queries = heads.view(len(heads), -1, config.head_dim)[:, : config.num_heads]
+        split = heads.view(len(heads), -1, config.head_dim)
+        queries, computed = split[:, : config.num_heads], split[:, config.num_heads :]
         out = torch.empty_like(queries, memory_format=torch.contiguous_format)
         bounds = group.host.qo_indptr.tolist()
         if bounds[-1] == len(bounds) - 1:
             self._attend_singles(layer, group, queries, out)
         else:
             for row in range(len(bounds) - 1):
-                first, last = bounds[row], bounds[row + 1]
-                self._attend_row(layer, group, row, queries[first:last], out[first:last])
+                part = slice(bounds[row], bounds[row + 1])
+                if is_fresh:
+                    keys, values = computed[part].unsqueeze(0).float().chunk(2, dim=2)
+                else:
+                    keys, values = self._gather_row(layer, group, row)
+                self._attend_row(layer, queries[part], keys, values, out[part])
         return out.view(len(heads), -1)
 
-    def _attend_row(
-        self, layer: int, group: Group, row: int, queries: torch.Tensor, out: torch.Tensor
-    ) -> None:
+    def _gather_row(self, layer: int, group: Group, row: int) -> tuple[torch.Tensor, torch.Tensor]:
         host = group.host
-        length = int(host.kv_lens[row])
         pages = group.device.indices[int(host.indptr[row]) : int(host.indptr[row + 1])]
-        keys, values = self._gather(layer, pages.unsqueeze(0).long(), length)
+        return self._gather(layer, pages.unsqueeze(0).long(), int(host.kv_lens[row]))
+
+    def _attend_row(
+        self,
+        layer: int,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        """Rows of many tokens, the last of those that ``keys`` and ``values`` are of."""
+        length = keys.shape[1]
         at = torch.arange(length, device=self._device)
         window = self._config.layer_windows[layer]
         for first in range(0, len(queries), QUERIES_AT_ONCE):
@@ -166,8 +198,23 @@ class TorchKernels:
         self, layer: int, tables: torch.Tensor, length: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return float32 (keys, values), each (rows, length, kv_heads, head_dim)."""
-        found = [self._view[:, layer, plane][tables].flatten(1, 2).float() for plane in (0, 1)]
+        found = [
+            self._meant(layer, plane, self._view[:, layer, plane][tables].flatten(1, 2))
+            for plane in (0, 1)
+        ]
         return found[0][:, :length], found[1][:, :length]
+
+    def _stored(self, layer: int, plane: int, numbers: torch.Tensor) -> torch.Tensor:
+        """Return numbers as the view holds them."""
+        if self._scales is None:
+            return numbers
+        return quantise(numbers, self._layout.scales_of(layer)[plane]).view(torch.uint8)
+
+    def _meant(self, layer: int, plane: int, stored: torch.Tensor) -> torch.Tensor:
+        """Return what numbers of the view stand for, float32."""
+        if self._scales is None:
+            return stored.float()
+        return dequantise(stored.view(E4M3), self._layout.scales_of(layer)[plane])
 
     def _weigh(
         self,
