@@ -11,6 +11,7 @@ from common.config.settings import Settings
 from common.engine.cpu_engine import CpuEngine
 from common.engine.dtype import load_model_layout, resolve_dtype
 from common.engine.interface import Engine
+from common.engine.weights import read_kv_scales
 from common.errors import ConfigError
 from common.kv.layout import KVLayout
 from common.kv.pool import BlockPool, KVPool
@@ -62,6 +63,7 @@ def build_machine(settings: Settings, worker_id: str) -> Machine:
         model=str(config.folder),
         device="cpu" if place is None else f"cuda:{place.device_index}",
         dtype=machine.layout.dtype,
+        kv_cache_dtype=machine.layout.element_dtype,
         num_blocks=machine.pool.num_blocks,
         block_bytes=machine.layout.block_bytes,
         threads=settings.num_threads,
@@ -72,6 +74,8 @@ def build_machine(settings: Settings, worker_id: str) -> Machine:
 
 
 def _build_on_cpu(settings: Settings, config: ModelConfig) -> Machine:
+    if settings.kv_cache_dtype != "auto":
+        raise ConfigError(f"kv_cache_dtype {settings.kv_cache_dtype} needs a GPU; a CPU takes auto")
     has_weights = settings.has_weights
     layout = load_model_layout(config, resolve_dtype(settings.dtype), settings.block_size)
     num_blocks = _num_blocks(settings.kv_bytes or CPU_KV_BYTES, layout)
@@ -97,7 +101,15 @@ def _build_on_gpu(settings: Settings, config: ModelConfig, place: GpuPlace) -> M
     from common.kv.device_pool import DevicePool  # noqa: PLC0415
 
     dtype = "bfloat16" if settings.dtype == "auto" else settings.dtype
-    layout = load_model_layout(config, dtype, settings.block_size)
+    kv_cache_dtype = settings.kv_cache_dtype
+    has_scales = kv_cache_dtype != "auto" and settings.has_weights
+    layout = load_model_layout(
+        config,
+        dtype,
+        settings.block_size,
+        kv_cache_dtype,
+        read_kv_scales(config) if has_scales else (),
+    )
     device = torch.device("cuda", place.device_index)
     torch.cuda.set_device(device)
     usual_tokens = GPU_BATCHED_TOKENS if settings.combined else GPU_CHUNK_TOKENS
@@ -109,7 +121,9 @@ def _build_on_gpu(settings: Settings, config: ModelConfig, place: GpuPlace) -> M
         place,
         total_bytes=torch.cuda.get_device_properties(device).total_memory,
         used_bytes=torch.cuda.memory_reserved(device),
-        step_bytes=activation_bytes(config, max_num_batched_tokens, max_num_seqs, dtype),
+        step_bytes=activation_bytes(
+            config, max_num_batched_tokens, max_num_seqs, dtype, kv_cache_dtype
+        ),
     )
     # One block more than is given out: padding rows of a step write there.
     pool = DevicePool(_num_blocks(pool_bytes, layout) - 1, layout.block_bytes, place.device_index)
