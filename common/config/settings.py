@@ -176,6 +176,13 @@ class Settings(BaseSettings):
         ge=1,
         description="Most requests in work in one gateway; one more is refused with 429.",
     )
+    max_resumes: int = Field(
+        0,
+        ge=0,
+        le=16,
+        description="How often a request that loses its worker is placed again, to go on after the "
+        "tokens that it has; 0 ends it with an error that names the worker.",
+    )
     stalled_client_seconds: float = Field(
         60.0,
         ge=0,

@@ -94,6 +94,7 @@ async def _serve(settings: Settings, gateway_id: GatewayId) -> None:
         hello,
         settings.request_timeout_seconds,
     )
+    backend.max_resumes = settings.max_resumes
     limits = HttpSettings(
         max_body_bytes=settings.max_body_bytes,
         max_open_requests=settings.max_open_requests,

@@ -52,9 +52,7 @@ ORPHAN_SILENCE_SECONDS = 30.0
 """A request of an earlier controller without a token for this long is given up."""
 RESUMED = (ErrorCode.WORKER_DIED, ErrorCode.SHUTTING_DOWN, ErrorCode.TRANSFER_FAILED)
 """What is no fault of the request: it goes on elsewhere."""
-MAX_RESUMES = 3
-"""A request that loses its workers again and again may be why."""
-RESUME_SECONDS = 3.0
+RESUME_SECONDS = 10.0
 """How long another worker is looked for."""
 RESUME_RETRY_SECONDS = 0.2
 HELLO_RETRY_SECONDS = 0.5
@@ -139,8 +137,8 @@ class ClusterSubmission:
         if attempt is None or self._is_closed or self._order.is_finished:
             return
         self._backend.forget(request_id)
-        is_placed = self._placed.done()
-        if not is_placed or error.code not in RESUMED or self._num_resumed >= MAX_RESUMES:
+        may_resume = self._placed.done() and self._num_resumed < self._backend.max_resumes
+        if not may_resume or error.code not in RESUMED:
             self.fail(error)
             return
         self._num_resumed += 1
@@ -149,9 +147,11 @@ class ClusterSubmission:
     def refused(self, request_id: RequestId, error: RequestError) -> None:
         """Nobody takes one of its requests in."""
         loss = self._losses.pop(request_id, None)
-        attempt = self._attempts.end(request_id)
-        if loss is None or attempt is None:
+        if loss is None:
             self.fail(error)
+            return
+        attempt = self._attempts.end(request_id)
+        if attempt is None:
             return
         self._backend.forget(request_id)
         if monotonic() > loss.deadline or self._is_closed:
@@ -259,6 +259,8 @@ class ClusterBackend:
         request_timeout_seconds: float,
     ) -> None:
         self.model = model
+        self.max_resumes = 0
+        """How often a request that loses its workers is placed again, to go on elsewhere."""
         self.request_timeout_seconds = request_timeout_seconds
         self._context = context
         self._control_endpoint = control_endpoint
@@ -345,6 +347,11 @@ class ClusterBackend:
             silence = round(self.controller_silence_seconds, 1)
             return False, f"the controller has been silent for {silence} s"
         return self._state.is_ready, self._state.reason
+
+    @property
+    def max_request_tokens(self) -> int:
+        """Tokens that one choice may have for the workers' KV pools; 0 while not known."""
+        return 0 if self._state is None else self._state.max_request_tokens
 
     @property
     def controller_silence_seconds(self) -> float:

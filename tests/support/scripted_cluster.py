@@ -3,8 +3,10 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
+from common.errors import ErrorCode
 from common.ids import Epoch, GatewayId, RequestId, WorkerId, new_epoch
 from common.messages.codec import Codec
 from common.messages.control import (
@@ -16,17 +18,20 @@ from common.messages.control import (
     GatewayHello,
     GatewayToController,
     RequestPlaced,
+    RequestRefused,
     SubmitRequest,
 )
 from common.messages.tokens import TokenDelta, TokensGenerated, WorkerToGateway
 from common.sampling import FinishReason, SampledToken, SamplingParams
 from common.transport.channels import CONTROL, TOKENS
 from common.transport.sockets import DealerLink, Identity, RouterHub, new_context
+from common.worker.payload import unpack_ids
 from services.gateway.backend import ServedModel
 from services.gateway.cluster import ClusterBackend, ClusterSubmission
 from tests.support.board import Board
 
 GATEWAY = GatewayId("g")
+MAX_RESUMES = 3
 PARAMS = SamplingParams(seed=1, max_tokens=16)
 
 
@@ -36,6 +41,9 @@ class ScriptedCluster:
     def __init__(self, folder: Path) -> None:
         self.context = new_context()
         self.got: list[GatewayToController] = []
+        self.submitted: dict[RequestId, tuple[SubmitRequest, list[int]]] = {}
+        self.refusing: list[str] = []
+        """Requests that are refused instead of being placed."""
         control, tokens = f"ipc://{folder}/control", f"ipc://{folder}/tokens"
         self._board = Board()
         self._hub: RouterHub[ControllerToGateway, GatewayToController] = RouterHub(
@@ -58,8 +66,15 @@ class ScriptedCluster:
         self._gateway: tuple[str, Epoch] = (GATEWAY, hello.epoch)
         model = ServedModel("fake", folder, 4096, 1000, (), 0)
         self.backend = ClusterBackend(
-            self.context, GATEWAY, model, control, tokens, hello, request_timeout_seconds=0.0
+            self.context,
+            GATEWAY,
+            model,
+            control,
+            tokens,
+            hello,
+            request_timeout_seconds=0.0,
         )
+        self.backend.max_resumes = MAX_RESUMES
         codec: Codec[WorkerToGateway] = Codec(WorkerToGateway)
         identity = Identity("d0", new_epoch())
         self._worker = DealerLink(self.context, TOKENS, tokens, identity, codec, codec)
@@ -72,10 +87,24 @@ class ScriptedCluster:
                     self.say(GatewayAccepted(heartbeat_seconds=0.05))
                 case GatewayHeartbeat():
                     state = ClusterState(
-                        is_ready=True, reason="", num_prefill=1, num_decode=1, num_combined=0
+                        is_ready=True,
+                        reason="",
+                        num_prefill=1,
+                        num_decode=1,
+                        num_combined=0,
+                        max_request_tokens=4096,
                     )
                     self.say(state)
-                case SubmitRequest(request_id=request_id):
+                case SubmitRequest(request_id=request_id) as submit:
+                    prompt = unpack_ids(received.payload, submit.num_prompt_tokens, 2**31 - 1)
+                    self.submitted[request_id] = submit, prompt
+                    if request_id in self.refusing:
+                        no_worker = RequestRefused(
+                            request_id=request_id, code=ErrorCode.NO_WORKER, message="none"
+                        )
+                        self.say(no_worker)
+                        self._board.post()
+                        continue
                     side = WorkerId("d0")
                     placed = RequestPlaced(
                         request_id=request_id, prefill_worker=side, decode_worker=side
@@ -88,20 +117,34 @@ class ScriptedCluster:
         """Say something as the controller."""
         assert self._hub.try_send(self._gateway, message, "test")
 
-    def emit(self, index: int, *token_ids: int, finish: FinishReason | None = None) -> None:
-        """Send tokens of the request "r" as its worker."""
+    def emit(
+        self,
+        index: int,
+        *token_ids: int,
+        finish: FinishReason | None = None,
+        request: str = "r",
+        choice: int = 0,
+    ) -> None:
+        """Send tokens of a request as its worker."""
         delta = TokenDelta(
-            request_id=RequestId("r"),
-            choice=0,
+            request_id=RequestId(request),
+            choice=choice,
             index=index,
             tokens=tuple(SampledToken(token_id) for token_id in token_ids),
             finish_reason=finish,
         )
         assert self._worker.try_send(TokensGenerated(deltas=(delta,)), "test")
 
-    async def submit(self) -> ClusterSubmission:
+    async def submit(self, num_choices: int = 1) -> ClusterSubmission:
         """Let the gateway submit the request "r"; it has been placed."""
-        return await self.backend.submit(RequestId("r"), [1, 2], PARAMS)
+        params = replace(PARAMS, num_choices=num_choices)
+        return await self.backend.submit(RequestId("r"), [1, 2], params)
+
+    async def resubmitted(self, request: str) -> tuple[SubmitRequest, list[int]]:
+        """Wait until the gateway has submitted this request; return it with its prompt."""
+        name = RequestId(request)
+        await self._board.wait_for(f"{request} is submitted", lambda: name in self.submitted)
+        return self.submitted[name]
 
     async def hears_cancel(self) -> None:
         """Wait until the gateway wants no more of the request "r"."""

@@ -1,16 +1,23 @@
 """The gateway's cluster half over real sockets: what ends a stream whose end does not come."""
 
+from dataclasses import replace
 from time import monotonic
 
 import pytest
 
 from common.errors import ErrorCode, RequestError
 from common.ids import RequestId
-from common.messages.control import RequestFinished, RequestRefused
+from common.messages.control import (
+    CancelRequest,
+    RequestFailed,
+    RequestFinished,
+    RequestRefused,
+)
 from common.sampling import FinishReason
+from services.gateway import cluster as cluster_module
 from services.gateway.backend import TokenDelta
-from services.gateway.cluster import SILENCE_SECONDS, ClusterSubmission
-from tests.support.scripted_cluster import scripted_cluster
+from services.gateway.cluster import RESUME_SECONDS, SILENCE_SECONDS, ClusterSubmission
+from tests.support.scripted_cluster import MAX_RESUMES, PARAMS, scripted_cluster
 
 FINISHED = RequestFinished(request_id=RequestId("r"), was_cancelled=False)
 
@@ -65,4 +72,101 @@ async def test_a_request_that_was_placed_and_is_refused_after_all_ends_by_name(t
         with pytest.raises(RequestError, match="nobody is left") as failed:
             await tokens_of(submission)
         assert failed.value.code is ErrorCode.NO_WORKER
+        await submission.aclose()
+
+
+# ---- requests that lose their worker -------------------------------------------------------------
+
+
+def died(request: str, code: ErrorCode = ErrorCode.WORKER_DIED) -> RequestFailed:
+    return RequestFailed(request_id=RequestId(request), code=code, message="d0 is gone")
+
+
+async def test_a_stream_whose_worker_dies_goes_on_elsewhere_without_gap_or_repeat(tmp_path):
+    async with scripted_cluster(tmp_path) as cluster:
+        submission = await cluster.submit()
+        cluster.emit(0, 7, 8)
+        cluster.emit(3, 99)  # behind a gap: another worker draws it again
+        events = submission.events()
+        assert [token.token_id for token in (await anext(events)).tokens] == [7, 8]
+        cluster.say(died("r"))
+        submit, prompt = await cluster.resubmitted("r~1")
+        assert prompt == [1, 2, 7, 8]
+        assert submit.params == replace(PARAMS, num_drawn=2)
+        cluster.emit(2, 666)  # the dead worker's last word
+        cluster.emit(2, 9, 10, request="r~1")
+        cluster.emit(4, 11, finish=FinishReason.STOP, request="r~1")
+        rest = [token.token_id async for event in events for token in event.tokens]
+        assert rest == [9, 10, 11]
+        await submission.aclose()
+
+
+async def test_choices_go_on_each_with_its_own_tokens(tmp_path):
+    async with scripted_cluster(tmp_path) as cluster:
+        submission = await cluster.submit(3)
+        cluster.emit(0, 7)
+        cluster.emit(0, 20, 21, choice=1)
+        cluster.emit(0, 30, choice=2, finish=FinishReason.LENGTH)
+        await cluster.settle()
+        cluster.say(died("r"))
+        first, first_prompt = await cluster.resubmitted("r~1")
+        second, second_prompt = await cluster.resubmitted("r~2")
+        assert (first_prompt, second_prompt) == ([1, 2, 7], [1, 2, 20, 21])
+        assert first.params == replace(PARAMS, num_choices=1, first_choice=0, num_drawn=1)
+        assert second.params == replace(PARAMS, num_choices=1, first_choice=1, num_drawn=2)
+        await submission.cancel_choice(1)
+        cluster.emit(1, 8, finish=FinishReason.STOP, request="r~1")
+        assert sorted(await tokens_of(submission)) == [7, 8, 20, 21, 30]
+        await submission.aclose()
+        cancels = [message for message in cluster.got if isinstance(message, CancelRequest)]
+        assert [
+            (cancel.request_id, cancel.choice)
+            for cancel in cancels
+            if cancel.request_id != "marker"
+        ] == [("r~2", None)]
+
+
+async def test_a_request_without_tokens_goes_on_whole(tmp_path):
+    async with scripted_cluster(tmp_path) as cluster:
+        submission = await cluster.submit(3)
+        cluster.say(died("r"))
+        submit, prompt = await cluster.resubmitted("r~1")
+        assert (prompt, submit.params) == ([1, 2], replace(PARAMS, num_choices=3))
+        await submission.aclose()
+
+
+async def test_a_request_that_nobody_takes_again_ends_with_what_ended_it_first(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(cluster_module, "RESUME_SECONDS", RESUME_SECONDS / 10)
+    async with scripted_cluster(tmp_path) as cluster:
+        cluster.refusing = [f"r~{number}" for number in range(1, 100)]
+        submission = await cluster.submit()
+        cluster.say(died("r"))
+        with pytest.raises(RequestError, match="d0 is gone") as failed:
+            await tokens_of(submission)
+        assert failed.value.code is ErrorCode.WORKER_DIED
+        assert len(cluster.submitted) > 3
+        await submission.aclose()
+
+
+async def test_a_request_that_kills_worker_after_worker_is_given_up(tmp_path):
+    async with scripted_cluster(tmp_path) as cluster:
+        submission = await cluster.submit()
+        for name in ("r", *(f"r~{number}" for number in range(1, MAX_RESUMES + 1))):
+            await cluster.resubmitted(name)
+            cluster.say(died(name))
+        with pytest.raises(RequestError, match="d0 is gone"):
+            await tokens_of(submission)
+        assert len(cluster.submitted) == 1 + MAX_RESUMES
+        await submission.aclose()
+
+
+async def test_a_fault_of_the_request_itself_is_not_tried_elsewhere(tmp_path):
+    async with scripted_cluster(tmp_path) as cluster:
+        submission = await cluster.submit()
+        cluster.say(died("r", ErrorCode.INTERNAL))
+        with pytest.raises(RequestError, match="d0 is gone"):
+            await tokens_of(submission)
+        assert list(cluster.submitted) == ["r"]
         await submission.aclose()
