@@ -237,7 +237,7 @@ class _Incarnation:
             pid=os.getpid(),
             host=host_id(),
             handoff_endpoint=endpoint,
-            dtype=machine.layout.dtype,
+            dtype=machine.layout.element_dtype,
             layout_fingerprint=machine.layout.fingerprint(),
             transports=transports,
         )
