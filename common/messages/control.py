@@ -180,13 +180,18 @@ class GatewayHeartbeat:
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRUCT)
 class ClusterState:
-    """Controller → gateway: whether requests can be served now, and if not why."""
+    """Controller → gateway: whether requests can be served now, and if not why.
+
+    ``max_request_tokens`` is how many tokens prompt and output of one choice may have together,
+    for the largest pool of the workers that decode; 0 while there is none.
+    """
 
     is_ready: Flag
     reason: Text
     num_prefill: Count
     num_decode: Count
     num_combined: Count
+    max_request_tokens: Count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRUCT)

@@ -373,6 +373,7 @@ class ControllerCore:
             num_prefill=self.members.num_ready(Role.PREFILL),
             num_decode=self.members.num_ready(Role.DECODE),
             num_combined=self.members.num_ready(Role.COMBINED),
+            max_request_tokens=self.members.max_request_tokens(),
         )
 
     # ---- time and failures -----------------------------------------------------------------

@@ -159,6 +159,20 @@ class Members:
         """Count the ready workers of a role."""
         return sum(worker.peer.role is role for worker in self.ready_workers())
 
+    def max_request_tokens(self) -> int:
+        """Tokens of the longest choice, prompt and output, that a ready worker can decode.
+
+        The last token needs no room: nothing is computed after it. 0 when no worker can decode.
+        """
+        return max(
+            (
+                worker.hello.num_blocks * worker.hello.block_size + 1
+                for worker in self.ready_workers()
+                if worker.peer.role is not Role.PREFILL
+            ),
+            default=0,
+        )
+
     def why_unpaired(self) -> str:
         """Say why no ready prefill worker can hand over to a ready decode worker, if so."""
         ready = list(self.ready_workers())

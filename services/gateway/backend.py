@@ -72,6 +72,14 @@ class Backend(Protocol):
         """The served model, constant for the backend's life."""
         ...
 
+    @property
+    def max_request_tokens(self) -> int:
+        """Tokens that prompt and output of one choice may have for the workers' KV pools.
+
+        0 while that is not known.
+        """
+        ...
+
     async def submit(
         self, request_id: RequestId, prompt_token_ids: Sequence[int], params: SamplingParams
     ) -> Submission:

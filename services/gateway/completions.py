@@ -41,7 +41,7 @@ class CompletionService:
         self._backend = backend
         self._settings = settings
         self._tokenizer = tokenizer
-        self._planner = Planner(backend.model, settings, tokenizer)
+        self._planner = Planner(backend, settings, tokenizer)
         self._admission = admission
         self._metrics = metrics
         self._log = structlog.get_logger()

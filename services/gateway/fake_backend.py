@@ -106,6 +106,7 @@ class FakeBackend:
         self.model = model
         self.behaviour = behaviour or FakeBehaviour()
         self.readiness_answer = (True, "")
+        self.max_request_tokens = 0
         self.submissions: list[FakeSubmission] = []
         self.prompts: list[tuple[int, ...]] = []
         self._script = script

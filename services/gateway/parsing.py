@@ -3,6 +3,7 @@
 import re
 import secrets
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -87,18 +88,28 @@ def sampling_params(
     request: ChatRequest | TextRequest,
     num_prompt_tokens: int,
     model: ServedModel,
+    max_request_tokens: int = 0,
     prompt_field: str | None = None,
 ) -> SamplingParams:
     """Resolve defaults and check what depends on the prompt's length and the model.
 
     ``max_tokens`` defaults to the rest of the context for a chat and to 16 for a text, as OpenAI
-    has it; temperature and top_p to 1. ``prompt_field`` is how refusals name the prompt. Without
-    a seed each call draws its own.
+    has it; temperature and top_p to 1. ``max_request_tokens`` is what the workers can hold (see
+    ``Backend``). ``prompt_field`` is how refusals name the prompt. Without a seed each call draws
+    its own.
     """
     if prompt_field is None:
         prompt_field = "messages" if isinstance(request, ChatRequest) else "prompt"
-    room = _room(num_prompt_tokens, model, prompt_field)
-    max_tokens = _max_tokens(request, num_prompt_tokens, room, prompt_field)
+    context = _context(model, max_request_tokens)
+    if num_prompt_tokens == 0:
+        raise _bad(f"{prompt_field} is empty", prompt_field)
+    if num_prompt_tokens >= context.num_tokens:
+        raise RequestError(
+            ErrorCode.CONTEXT_EXCEEDED,
+            f"{context.told}, and {prompt_field} has {num_prompt_tokens}",
+            param=prompt_field,
+        )
+    max_tokens = _max_tokens(request, num_prompt_tokens, context, prompt_field)
     min_tokens = request.min_tokens or 0
     if min_tokens > max_tokens:
         raise _bad(f"min_tokens is {min_tokens}, max_tokens only {max_tokens}", "min_tokens")
@@ -125,24 +136,32 @@ def sampling_params(
     )
 
 
-def _room(num_prompt_tokens: int, model: ServedModel, prompt_field: str) -> int:
-    """Return how many tokens the context leaves for the output: at least one."""
-    if num_prompt_tokens == 0:
-        raise _bad(f"{prompt_field} is empty", prompt_field)
-    room = model.max_model_len - num_prompt_tokens
-    if room < 1:
-        raise RequestError(
-            ErrorCode.CONTEXT_EXCEEDED,
-            f"this model's maximum context length is {model.max_model_len} tokens, and "
-            f"{prompt_field} has {num_prompt_tokens}",
-            param=prompt_field,
+@dataclass(frozen=True, slots=True)
+class _Context:
+    """How many tokens prompt and output may have together, and what bounds them."""
+
+    num_tokens: int
+    told: str
+
+
+def _context(model: ServedModel, max_request_tokens: int) -> _Context:
+    if 0 < max_request_tokens < model.max_model_len:
+        told = (
+            f"the KV pools of this server's workers (kv_bytes) hold {max_request_tokens} tokens "
+            "of one request"
         )
-    return room
+        return _Context(max_request_tokens, told)
+    told = f"this model's maximum context length is {model.max_model_len} tokens"
+    return _Context(model.max_model_len, told)
 
 
 def _max_tokens(
-    request: ChatRequest | TextRequest, num_prompt_tokens: int, room: int, prompt_field: str
+    request: ChatRequest | TextRequest,
+    num_prompt_tokens: int,
+    context: _Context,
+    prompt_field: str,
 ) -> int:
+    room = context.num_tokens - num_prompt_tokens
     field, asked = "max_tokens", request.max_tokens
     if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
         if asked is not None and asked != request.max_completion_tokens:
@@ -153,9 +172,8 @@ def _max_tokens(
     if asked > room:
         raise RequestError(
             ErrorCode.CONTEXT_EXCEEDED,
-            f"this model's maximum context length is {num_prompt_tokens + room} tokens: "
-            f"{prompt_field} has {num_prompt_tokens}, which leaves {room}, and {field} asks "
-            f"for more",
+            f"{context.told}: {prompt_field} has {num_prompt_tokens}, which leaves {room}, and "
+            f"{field} asks for more",
             param=field,
         )
     return asked

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from common.ids import RequestId
-from services.gateway.backend import ServedModel
+from services.gateway.backend import Backend
 from services.gateway.chat_template import ChatMessage
 from services.gateway.detokenizer import decode_prompt
 from services.gateway.http_settings import HttpSettings
@@ -26,12 +26,11 @@ _CHARS_PER_TOKEN_ID = 4
 
 
 class Planner:
-    """Plans the requests for one model."""
+    """Plans the requests for one backend: its model, and what its workers can hold."""
 
-    def __init__(
-        self, model: ServedModel, settings: HttpSettings, tokenizer: ModelTokenizer
-    ) -> None:
-        self._model = model
+    def __init__(self, backend: Backend, settings: HttpSettings, tokenizer: ModelTokenizer) -> None:
+        self._backend = backend
+        self._model = backend.model
         self._settings = settings
         self._tokenizer = tokenizer
 
@@ -57,7 +56,9 @@ class Planner:
         token_ids = await tokenize(
             lambda: self._tokenizer.encode_chat(messages), num_chars(messages), self._settings
         )
-        params = sampling_params(request, len(token_ids), self._model)
+        params = sampling_params(
+            request, len(token_ids), self._model, self._backend.max_request_tokens
+        )
         return PromptPlan(request_id, "messages", tuple(token_ids), params)
 
     async def _text_prompts(
@@ -89,7 +90,9 @@ class Planner:
         else:
             check_token_ids(prompt, self._model, param)
             text, token_ids = "", prompt
-        params = sampling_params(request, len(token_ids), self._model, param)
+        params = sampling_params(
+            request, len(token_ids), self._model, self._backend.max_request_tokens, param
+        )
         if not request.echo:
             return PromptPlan(request_id, param, tuple(token_ids), params)
         echo = text or decode_prompt(self._tokenizer.token_bytes, token_ids)

@@ -139,7 +139,12 @@ class PlayedCluster:
                 return GatewayAccepted(heartbeat_seconds=0.2)
             case GatewayHeartbeat():
                 return ClusterState(
-                    is_ready=True, reason="", num_prefill=1, num_decode=1, num_combined=0
+                    is_ready=True,
+                    reason="",
+                    num_prefill=1,
+                    num_decode=1,
+                    num_combined=0,
+                    max_request_tokens=4096,
                 )
             case SubmitRequest():
                 stream = PlayedStream(message.request_id, gateway_id, message.params.max_tokens)

@@ -315,10 +315,27 @@ def test_gateways_learn_which_role_is_missing() -> None:
     assert isinstance(state, ClusterState)
     assert (state.is_ready, state.reason) == (False, "no prefill worker is ready")
     assert (state.num_prefill, state.num_decode) == (0, 1)
+    assert state.max_request_tokens == 100 * 64 + 1
     cluster.join("c0", Role.COMBINED)
     state = only(cluster.gateway_beat(), ClusterState)[0][1]
     assert isinstance(state, ClusterState)
     assert (state.is_ready, state.num_combined) == (True, 1)
+
+
+def test_gateways_learn_what_the_largest_pool_that_decodes_holds() -> None:
+    cluster = Cluster()
+    cluster.join_gateway()
+    cluster.join("p0", Role.PREFILL, num_blocks=500)
+    assert max_request_tokens(cluster) == 0
+    cluster.join("d0", Role.DECODE, num_blocks=62)
+    cluster.join("d1", Role.DECODE, num_blocks=20)
+    assert max_request_tokens(cluster) == 62 * 64 + 1
+
+
+def max_request_tokens(cluster: Cluster) -> int:
+    state = only(cluster.gateway_beat(), ClusterState)[0][1]
+    assert isinstance(state, ClusterState)
+    return state.max_request_tokens
 
 
 def test_the_cluster_is_not_ready_while_requests_are_pending_and_no_worker_moves() -> None:

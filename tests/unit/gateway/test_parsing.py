@@ -168,7 +168,7 @@ def test_texts_have_openais_short_default_and_chats_the_rest_of_the_context(mode
 
 
 def test_a_refused_prompt_of_a_list_is_named_by_its_place(model):
-    assert refusal(sampling_params, text(), 0, model, "prompt[4]").param == "prompt[4]"
+    assert refusal(sampling_params, text(), 0, model, 0, "prompt[4]").param == "prompt[4]"
 
 
 def test_neutral_and_harmless_fields_pass():
@@ -250,6 +250,31 @@ def test_what_depends_on_model_and_prompt_is_refused_by_name(
 ):
     error = refusal(sampling_params, chat(**fields), num_prompt_tokens, model)
     assert (error.param, error.code) == (param, code)
+
+
+@pytest.mark.parametrize(
+    ("fields", "num_prompt_tokens", "param", "leaves"),
+    [
+        ({"max_tokens": 8}, 43, "max_tokens", "leaves 7"),
+        ({"max_completion_tokens": 8}, 43, "max_completion_tokens", "leaves 7"),
+        ({}, 50, "messages", "messages has 50"),
+    ],
+)
+def test_what_the_kv_pools_do_not_hold_is_refused_naming_kv_bytes(
+    model, fields, num_prompt_tokens, param, leaves
+):
+    error = refusal(sampling_params, chat(**fields), num_prompt_tokens, model, 50)
+    assert (error.code, error.param) == (ErrorCode.CONTEXT_EXCEEDED, param)
+    assert "(kv_bytes) hold 50 tokens" in error.message
+    assert leaves in error.message
+
+
+@pytest.mark.parametrize(
+    ("max_request_tokens", "context"),
+    [(0, MAX_MODEL_LEN), (50, 50), (10**6, MAX_MODEL_LEN)],
+)
+def test_max_tokens_defaults_to_what_model_and_kv_pools_leave(model, max_request_tokens, context):
+    assert sampling_params(chat(), 40, model, max_request_tokens).max_tokens == context - 40
 
 
 def test_an_unknown_model_is_not_found(model):
