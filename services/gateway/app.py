@@ -49,6 +49,7 @@ def build_app(backend: Backend, settings: HttpSettings) -> FastAPI:
         version=_version(),
         description="An OpenAI-compatible server for text models.",
         docs_url=None,
+        openapi_url=None,
         redoc_url=None,
         redirect_slashes=False,
     )
@@ -190,6 +191,11 @@ def _add_docs_routes(app: FastAPI) -> None:
         told = f"FlowPath {app.version}: an OpenAI-compatible API at /v1, described at /docs\n"
         # Relative: before us may stand a proxy that serves us under a path of its own.
         return PlainTextResponse(told, status_code=307, headers={"location": "docs"})
+
+    # Ours, not FastAPI's: its own does not tell the observer its name.
+    @app.get("/openapi.json", include_in_schema=False)
+    async def openapi() -> JSONResponse:
+        return JSONResponse(app.openapi())
 
     @app.get("/docs", include_in_schema=False)
     async def docs() -> HTMLResponse:

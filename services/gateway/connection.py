@@ -31,9 +31,12 @@ class Connection:
         """Read the whole body, and stop as soon as it passes ``max_bytes``.
 
         Raises ``RequestError`` for too many bytes or a stalled client, ``HTTPException`` 415 for
-        another type than JSON, ``ClientDisconnect`` when the client goes away.
+        another type than JSON and 417 for another expectation than 100-continue,
+        ``ClientDisconnect`` when the client goes away.
         """
         headers = dict(self._scope["headers"])
+        if headers.get(b"expect", b"100-continue").lower() != b"100-continue":
+            raise HTTPException(417, "the only Expect that is met is 100-continue")
         _check_is_json(headers)
         declared = headers.get(b"content-length", b"0")
         if declared.isdigit() and int(declared) > max_bytes:

@@ -64,6 +64,11 @@ class BoundedHeadProtocol(HttpToolsProtocol):
         elif self._num_bytes_since_body > MAX_HEAD_BYTES and not self.transport.is_closing():
             self._refuse_head()  # trailers, or a head behind another request's body
 
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is no HTTP, in the shape of every other error."""
+        body = error_body(msg, "invalid_request_error", None, "invalid_http_request")
+        self._refuse(b"400 Bad Request", body)
+
     def on_message_begin(self) -> None:
         """The parser has met a request's first byte."""
         self._is_between_messages = False
@@ -119,11 +124,14 @@ class BoundedHeadProtocol(HttpToolsProtocol):
         if not self._is_answering():
             message = f"the request's head is larger than {MAX_HEAD_BYTES} bytes"
             body = error_body(message, "invalid_request_error", None, "request_head_too_large")
-            self.transport.write(
-                b"HTTP/1.1 431 Request Header Fields Too Large\r\n"
-                b"content-type: application/json\r\n"
-                b"content-length: %d\r\nconnection: close\r\n\r\n%b" % (len(body), body)
-            )
+            self._refuse(b"431 Request Header Fields Too Large", body)
+        self.transport.close()
+
+    def _refuse(self, status: bytes, body: bytes) -> None:
+        self.transport.write(
+            b"HTTP/1.1 %b\r\ncontent-type: application/json\r\n"
+            b"content-length: %d\r\nconnection: close\r\n\r\n%b" % (status, len(body), body)
+        )
         self.transport.close()
 
     def _is_answering(self) -> bool:

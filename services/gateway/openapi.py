@@ -19,13 +19,14 @@ _ERRORS: Mapping[int, str] = {
     404: "No such model",
     413: "The body is over the limit",
     415: "The body is not plain JSON",
+    417: "Another Expect than 100-continue",
     429: "Too many requests are open; Retry-After says when to come back",
     500: "A bug of the server",
     502: "A worker was lost",
-    503: "No worker can take the request now",
+    503: "No worker can take the request now, or the gateway is shutting down",
     504: "The request's deadline passed",
 }
-TOKENIZER_STATUSES = (400, 404, 413, 415, 429, 500)
+TOKENIZER_STATUSES = (400, 404, 413, 415, 417, 429, 500, 503)
 COMPLETION_STATUSES = tuple(_ERRORS)
 
 

@@ -223,6 +223,23 @@ async def test_a_body_must_be_json_by_its_type(tiny_folder, path, content_type, 
         assert "json" in response.text or "utf-8" in response.text
 
 
+async def test_another_expectation_than_100_continue_is_not_met(tiny_folder):
+    async with asgi_client(fake_backend(tiny_folder)) as client:
+        for expected, status in (("200-ok", 417), ("100-Continue", 200)):
+            response = await client.post(TEXT_PATH, json=TEXT, headers={"expect": expected})
+            assert response.status_code == status
+            assert ("error" in response.json()) == (status == 417)
+
+
+async def test_pages_are_counted_under_their_names(tiny_folder):
+    async with asgi_client(fake_backend(tiny_folder)) as client:
+        for path in ("/openapi.json", "/docs", "/nowhere"):
+            await client.get(path)
+        page = (await client.get("/metrics")).text
+    counted = re.findall(r'flowpath_http_requests_total{route="([^"]+)"', page)
+    assert sorted(counted) == ["/docs", "/openapi.json", "unmatched"]
+
+
 async def test_a_compressed_body_is_refused(tiny_folder):
     async with asgi_client(fake_backend(tiny_folder)) as client:
         for encoding, status in (("gzip", 415), ("identity", 200)):
