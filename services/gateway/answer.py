@@ -62,6 +62,7 @@ class StreamedAnswer:
         self._chunk_end = b'],"usage":null}\n\n' if plan.has_usage_chunk else b"]}\n\n"
         self._metrics = metrics
         self._opened: set[int] = set()
+        self._has_told_token = False
         self._first_fields = dict(shape.first_fields)
 
     async def write(self, connection: Connection, generation: Generation) -> RequestError | None:
@@ -84,26 +85,32 @@ class StreamedAnswer:
 
     async def _write_piece(self, connection: Connection, choice: int, piece: ChoicePiece) -> None:
         events = self._events(choice, piece)
-        is_first_token = not connection.is_started and bool(piece.tokens)
+        has_news = self._has_news(piece)
         if not connection.is_started:
             await connection.start(200, _SSE_HEADERS)
         if events:
             await connection.write(events)
-        if is_first_token:
+        if has_news and not self._has_told_token:
+            self._has_told_token = True
             self._metrics.first_token_seconds.observe(connection.age_seconds())
 
     def _events(self, choice: int, piece: ChoicePiece) -> bytes:
-        """Encode one piece: nothing while its text is held back and nothing else is asked for."""
+        """Encode one piece, with the chunk that opens its choice before the first."""
         is_first = choice not in self._opened
         self._opened.add(choice)
         events = b""
         opening = self._shape.opening(choice) if is_first else None
         if opening is not None:
             events = self._chunk(opening)
-        has_news = piece.text or piece.finish_reason is not None
-        if has_news or (piece.tokens and self._plan.shows_tokens):
+        if self._has_news(piece):
             events += self._chunk(self._shape.chunk(choice, piece, is_first=is_first))
         return events
+
+    def _has_news(self, piece: ChoicePiece) -> bool:
+        """Not while its text is held back and nothing else is asked for."""
+        if piece.text or piece.finish_reason is not None:
+            return True
+        return bool(piece.tokens) and self._plan.shows_tokens
 
     def _chunk(self, entry: Json) -> bytes:
         if not self._first_fields:

@@ -190,6 +190,16 @@ async def test_a_body_that_stalls_is_refused_at_its_deadline(tiny_folder):
             assert b" 400 " in await reader.readline()
 
 
+async def test_what_is_no_http_is_refused_in_the_shape_of_every_error(tiny_folder):
+    raw = b"nonsense \x00\r\n\r\n"
+    async with served(fake_backend(tiny_folder)) as port, sent(port, raw) as reader:
+        async with asyncio.timeout(DEADLINE_SECONDS):
+            head, body = (await reader.read()).split(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 ")
+    assert b"content-type: application/json" in head
+    assert json.loads(body)["error"]["code"] == "invalid_http_request"
+
+
 async def test_a_body_over_the_limit_is_refused_before_it_is_sent_whole(tiny_folder):
     settings = HttpSettings(max_body_bytes=1000)
     head = b"POST /v1/completions HTTP/1.1\r\nHost: g\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -266,3 +276,19 @@ async def test_probes_and_scrapes_are_no_counted_requests(tiny_folder, path):
         page = (await client.get("/metrics")).text
     counted = re.findall(r'^flowpath_http_requests_total\{route="([^"]+)"', page, re.MULTILINE)
     assert counted == ["/version"]
+
+
+async def test_a_first_token_counts_when_its_text_is_written_and_not_while_it_is_held_back(
+    tiny_folder,
+):
+    backend = fake_backend(tiny_folder, "ab", behaviour=FakeBehaviour(num_tokens_before_wait=1))
+    async with served(backend) as port, sent(port, raw_chat(stream=True, stop="ab!")) as reader:
+        async with asyncio.timeout(DEADLINE_SECONDS):
+            await reader.readuntil(b'"role":"assistant"')
+            await (await backend.wait_for_submission()).waiting.wait()
+            found = await samples(port)
+            assert found["flowpath_time_to_first_token_seconds_count"] == 0
+            backend.behaviour.resume.set()
+            await reader.readuntil(b"[DONE]")
+            found = await samples(port)
+            assert found["flowpath_time_to_first_token_seconds_count"] == 1
