@@ -9,6 +9,7 @@ from common.config.load import LoadedSettings
 from common.config.settings import Settings
 from common.config.sizes import format_size
 from common.models.config import ModelConfig
+from common.models.default_model import FOLDER_NAME
 from common.transport.addresses import load_keys
 from common.transport.security import ALLOWED_NAME
 from services.cli.terminal import out
@@ -23,8 +24,7 @@ def print_settings(loaded: LoadedSettings, *, has_gateway: bool) -> None:
     for a model folder, a key folder or a file of API keys that would end the program.
     """
     settings = loaded.settings
-    if settings.model:
-        ModelConfig.load(Path(settings.model))
+    config = _model_config(settings)
     if has_gateway and settings.api_key_file is not None:
         load_api_keys(settings.api_key_file)
     keys = load_keys(settings)
@@ -35,11 +35,24 @@ def print_settings(loaded: LoadedSettings, *, has_gateway: bool) -> None:
     console.print(table)
     for variable in loaded.ignored_variables:
         console.print(f"note: environment {variable} names no setting and is ignored")
+    if config is not None and settings.max_model_len > config.max_model_len:
+        console.print(
+            f"note: max_model_len {settings.max_model_len} is more than the model's "
+            f"{config.max_model_len}, which holds"
+        )
     if keys is not None and not keys.allowed:
         console.print(
             f"note: {keys.folder / ALLOWED_NAME} holds no *.key file, so nobody may connect to "
             "this host over TCP, its own processes neither"
         )
+
+
+def _model_config(settings: Settings) -> ModelConfig | None:
+    """Return the served model's; None for the default model where it is not made yet."""
+    if settings.model:
+        return ModelConfig.load(Path(settings.model))
+    folder = settings.cache_dir / "models" / FOLDER_NAME
+    return ModelConfig.load(folder) if folder.exists() else None
 
 
 def format_value(settings: Settings, name: str) -> str:

@@ -73,6 +73,8 @@ async def _serve(settings: Settings, gateway_id: GatewayId) -> None:
         eos_token_ids=config.eos_token_ids,
         created_seconds=int((config.folder / "config.json").stat().st_mtime),
     )
+    if settings.max_model_len > model.max_model_len:
+        log.warning("max_model_len_lowered", asked=settings.max_model_len, to=model.max_model_len)
     keys = load_keys(settings)
     context = new_context(keys)
     tokens_endpoint = settings.socket_address(f"{gateway_id}.tokens")

@@ -10,9 +10,23 @@ import structlog
 from typer.testing import CliRunner
 
 from common.config.settings import Settings, environment
+from common.models.default_model import FOLDER_NAME
 from common.transport.security import Keys, make_keys
 from services.cli.main import app
 from services.cli.supervisor.serve import told_dtype
+
+MODEL_CONFIG = {
+    "model_type": "llama",
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "eos_token_id": 2,
+    "bos_token_id": 1,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -65,6 +79,21 @@ def test_check_prints_every_setting_with_its_value_and_source(
     assert out.splitlines()[-1] == (
         "note: environment FLOWPATH_PORTT names no setting and is ignored"
     )
+
+
+@pytest.mark.parametrize("is_default", [False, True])
+def test_check_tells_of_a_context_that_is_longer_than_the_model_s(
+    tmp_path: Path, is_default: bool
+) -> None:
+    folder = tmp_path / "cache" / "models" / FOLDER_NAME if is_default else tmp_path / "model"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(MODEL_CONFIG))
+    model = () if is_default else ("--model", str(folder))
+    for asked, is_told in ((257, True), (256, False), (0, False)):
+        code, out, _ = run("serve", *model, "--max-model-len", str(asked), "--check")
+        assert code == 0
+        told = f"note: max_model_len {asked} is more than the model's 256, which holds"
+        assert (told in out.splitlines()) == is_told
 
 
 @pytest.mark.parametrize("program", ["serve", "gateway", "controller", "prefill", "decode"])
