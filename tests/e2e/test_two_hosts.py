@@ -386,6 +386,11 @@ async def test_nothing_listens_beyond_loopback_without_keys(
     assert not (a.folder / "run").exists(), "it was refused before anything was made"
 
 
+def _is_paired_with_both(report: StatusReport) -> bool:
+    (prefill,) = [worker for worker in report.workers if worker.id == "prefill-0"]
+    return {pair.worker_id for pair in prefill.pairs if pair.transport} == {"decode-0", "decode-b"}
+
+
 async def test_the_commands_of_the_manual_join_a_second_host_over_tcp(
     model_folder: Path, split: Cluster, encode: Encode
 ) -> None:
@@ -403,6 +408,7 @@ async def test_the_commands_of_the_manual_join_a_second_host_over_tcp(
         cluster.run(b, "decode-b", [*flowpath, "decode", *_flags(cluster, b, model_folder), *told])
         await cluster.wait_ready("prefill-0", "decode-0", "decode-b")
         await cluster.wait_printed("decode-b", "notice: registered with the controller")
+        await cluster.wait_until("both decode workers are paired with", _is_paired_with_both)
         bodies = [_completion(encode, 200, 7000 + 100 * n, max_tokens=24) for n in range(4)]
         answers = await asyncio.gather(*(cluster.ask(TEXT, body) for body in bodies))
         for body, answer in zip(bodies, answers, strict=True):
