@@ -11,6 +11,7 @@ from pydantic.fields import FieldInfo
 
 from common.messages import admin, control, handoff, tokens
 from common.messages.codec import Codec
+from common.sampling import MAX_CHOICES, SamplingParams
 
 DIRECTIONS: dict[ModuleType, dict[str, UnionType | type]] = {
     control: {
@@ -62,7 +63,17 @@ def fields_of(message: type) -> Iterator[tuple[str, Hint]]:
 
 def a_message(message: type) -> st.SearchStrategy[Any]:
     """Strategy for valid instances of a message, nested structs and bounds included."""
-    return st.builds(message, **{name: _strategy(hint, {}) for name, hint in fields_of(message)})
+    fields = {name: _strategy(hint, {}) for name, hint in fields_of(message)}
+    return st.fixed_dictionaries(fields).map(lambda values: message(**_fitting(message, values)))
+
+
+def _fitting(message: type, values: dict[str, Any]) -> dict[str, Any]:  # Any: fields of all types
+    """Make fields fit each other where a class asks for it."""
+    if message is not SamplingParams:
+        return values
+    num_drawn = values["num_drawn"] % values["max_tokens"]
+    first_choice = values["first_choice"] % (MAX_CHOICES - values["num_choices"] + 1)
+    return {**values, "num_drawn": num_drawn, "first_choice": first_choice}
 
 
 def an_example(message: type) -> Any:  # Any: an instance of the class that was given
