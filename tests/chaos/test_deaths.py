@@ -38,7 +38,7 @@ SETTINGS = {"heartbeat_seconds": 0.1, "death_seconds": 0.6}
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster(model_folder: Path) -> AsyncIterator[Cluster]:
-    options = ClusterOptions(model_folder, kv_bytes=128 * 2**20, settings=SETTINGS)
+    options = ClusterOptions(model_folder, kv_bytes=256 * 2**20, settings=SETTINGS)
     async with running_cluster(options) as started:
         yield started
 
