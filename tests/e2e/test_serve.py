@@ -147,14 +147,13 @@ async def test_sigterm_lets_streams_finish_and_takes_no_new_ones(tiny_model: Pat
 
 
 async def _until_refused(served: Served) -> None:
-    """Wait until the port is closed to new clients."""
-    async with asyncio.timeout(EXIT_SECONDS):
-        while True:
-            try:
-                async with httpx.AsyncClient(trust_env=False) as client:
-                    await client.get(f"{served.url}/health")
-            except httpx.ConnectError:
-                return
+    """Wait until new requests are refused by name."""
+    async with asyncio.timeout(EXIT_SECONDS), httpx.AsyncClient(trust_env=False) as client:
+        while (await client.get(f"{served.url}/health")).status_code != 503:
+            pass
+        refused = await client.post(f"{served.url}{CHAT}", json=HELLO)
+    assert refused.status_code == 503
+    assert refused.json()["error"]["code"] == "shutting_down"
 
 
 async def test_a_second_ctrl_c_kills_at_once(tiny_model: Path) -> None:
