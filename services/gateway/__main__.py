@@ -125,7 +125,9 @@ async def _serve(settings: Settings, gateway_id: GatewayId) -> None:
     async def stopping() -> None:
         await stop_asked.wait()
         backend.drain()
-        await server.drain(app.state.admission, settings.drain_seconds)
+        await server.drain(
+            app.state.admission, settings.drain_seconds, is_alone=settings.gateways == 1
+        )
 
     log.info("gateway_listening", url=url, model=model.name)
     registry = app.state.metrics.registry

@@ -21,12 +21,15 @@ class GatewayServer(uvicorn.Server):
         """Leave the process's signal handlers alone."""
         yield
 
-    async def drain(self, admission: Admission, seconds: float) -> None:
+    async def drain(self, admission: Admission, seconds: float, *, is_alone: bool) -> None:
         """Refuse what is new, end by name what still runs after ``seconds``, then exit.
 
-        Until then the port stays open: clients get 503 with its reason, and not a refused
-        connection.
+        Until then the port of a gateway that is alone on it stays open: clients get 503 with its
+        reason, and not a refused connection. Otherwise they get the others.
         """
+        if not is_alone:
+            for server in self.servers:
+                server.close()
         structlog.get_logger().info("draining", num_open=admission.num_open, seconds=seconds)
         admission.drain.begin(seconds)
         try:

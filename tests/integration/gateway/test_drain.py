@@ -41,7 +41,7 @@ class Gateway:
         )
 
     async def drain(self, seconds: float) -> None:
-        await self.server.drain(self.app.state.admission, seconds)
+        await self.server.drain(self.app.state.admission, seconds, is_alone=True)
 
 
 @asynccontextmanager
