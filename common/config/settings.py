@@ -273,8 +273,8 @@ class Settings(BaseSettings):
         1.5,
         gt=0,
         le=600,
-        description="Silence after which a process is taken for dead; at least three heartbeats. One "
-        "on the controller's host that still runs gets five times as long.",
+        description="Silence after which a process is taken for dead; at least three heartbeats. "
+        "One on the controller's host that still runs gets five times as long.",
     )
     lease_seconds: float = Field(
         5.0, ge=0.05, le=600, description="Lease of a handoff, renewed by both workers."
