@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from benchmarks.attention_variants import Setting, decode_variants, prefill_variants
+from benchmarks.dummy_model import write_dummy_model
 from benchmarks.report import Cell, print_table, write_results
 from common.engine.cuda.engine import CudaEngine, CudaStep
 from common.engine.cuda.kernels import pool_view
@@ -32,31 +33,6 @@ from common.kv.layout import KVLayout
 from common.models.config import ModelConfig
 from common.sampling import SamplingParams
 
-LLAMA_8B = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 128256,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-    "rope_scaling": {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    },
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "bos_token_id": 128000,
-    "eos_token_id": 128001,
-}
 BLOCK_SIZE = 64
 NUM_BLOCKS = 5400
 MAX_TOKENS = 10_240
@@ -96,7 +72,7 @@ class Bench:
 def build(device: torch.device, dtype: str, num_blocks: int, *, use_graphs: bool) -> Bench:
     """Return an engine with random weights over a pool of random numbers."""
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(LLAMA_8B))
+        write_dummy_model(Path(folder), "llama-8b")
         config = ModelConfig.load(Path(folder))
         model = CudaModel.load(config, dtype, device, "dummy")
     layout = KVLayout(config.num_layers, BLOCK_SIZE, config.num_kv_heads, config.head_dim, dtype)
