@@ -222,7 +222,8 @@ def main(argv: list[str]) -> int:
                 scaled = Workload(workload.name, workload.num_tokens, count)
                 rows += measure(cluster, scaled, arguments.loads.split(","), arguments.output)
     print_table(rows)
-    print(f"kept in benchmarks/results/{write_results(arguments.name, argv, rows).name}")
+    path = write_results("cuda_serving", argv, rows, name=arguments.name)
+    print(f"kept in benchmarks/results/{path.name}")
     return 0
 
 

@@ -38,14 +38,16 @@ def machine_class() -> dict[str, Cell]:
     }
 
 
-def write_results(name: str, argv: Sequence[str], rows: Sequence[dict[str, Cell]]) -> Path:
-    """Keep rows as ``results/NAME-DATE.json`` and return the file."""
+def write_results(
+    benchmark: str, argv: Sequence[str], rows: Sequence[dict[str, Cell]], *, name: str | None = None
+) -> Path:
+    """Keep rows as ``results/NAME-DATE.json`` (name: the benchmark's) and return the file."""
     date = datetime.now(UTC).date().isoformat()
-    path = RESULTS / f"{name}-{date}.json"
+    path = RESULTS / f"{name or benchmark}-{date}.json"
     RESULTS.mkdir(exist_ok=True)
     document = {
         "date": date,
-        "command": " ".join(["python", "-m", f"benchmarks.{name}", *argv]),
+        "command": " ".join(["python", "-m", f"benchmarks.{benchmark}", *argv]),
         "machine": machine_class(),
         "rows": list(rows),
     }

@@ -235,7 +235,8 @@ def main(argv: list[str]) -> int:
     for what, ratio, target in found:
         print(f"{what}: {ratio:.2f} (target {target:g})")
     name = "transfer_peers_namespaces" if arguments.namespaces else "transfer_peers"
-    print(f"kept in benchmarks/results/{write_results(name, argv, rows).name}")
+    path = write_results("transfer_peers", argv, rows, name=name)
+    print(f"kept in benchmarks/results/{path.name}")
     return 0 if all(ratio >= target for _, ratio, target in found) else 1
 
 
