@@ -121,7 +121,10 @@ class Settings(BaseSettings):
     )
     combined: bool = Field(
         default=False,
-        description="Run one worker that does prefill and decode, instead of separate ones.",
+        description="Run workers that do prefill and decode, instead of separate ones.",
+    )
+    combined_workers: int = Field(
+        1, ge=1, le=256, description="Number of workers where combined is set."
     )
     block_size: Annotated[int, AfterValidator(_power_of_two)] = Field(
         64, ge=8, le=1024, description="Tokens of one KV block; a power of two."
@@ -175,6 +178,57 @@ class Settings(BaseSettings):
         4096,
         ge=1,
         description="Most requests in work in one gateway; one more is refused with 429.",
+    )
+    policy: Literal[
+        "round_robin", "random", "least_loaded", "power_of_two", "prefix_aware", "flowkv"
+    ] = Field(
+        "flowkv",
+        description="How the controller places requests; all but flowkv are for comparison.",
+    )
+    roles: Literal["auto", "manual"] = Field(
+        "auto",
+        description="Whether load may let workers do the other role's work and change roles, or "
+        "only `flowpath switch-role` does.",
+    )
+    prefill_threshold: int = Field(
+        8,
+        ge=1,
+        le=65536,
+        description="Waiting prompts beyond which a worker lets prefill lead its steps.",
+    )
+    decode_sla: float = Field(
+        50.0,
+        gt=0,
+        le=1e6,
+        description="Milliseconds between two tokens beyond which a worker lets decode lead its "
+        "steps.",
+    )
+    ttft_slo_seconds: float = Field(
+        2.0,
+        gt=0,
+        le=3600,
+        description="Time to first token that the controller aims at: more work than fits into it "
+        "counts as overload.",
+    )
+    max_workers: int = Field(
+        0,
+        ge=0,
+        le=256,
+        description="Most workers that `flowpath serve` keeps under load; 0 neither adds nor stops "
+        "any.",
+    )
+    swap_bytes: Bytes = Field(
+        0,
+        ge=0,
+        description="Host memory of each worker for the KV of preempted sequences (size); what "
+        "does not fit is computed again.",
+    )
+    slow_down: float = Field(
+        1.0,
+        ge=1,
+        le=1000,
+        description="Makes a worker's steps take this many times as long, to try a cluster of "
+        "unequal workers on equal machines.",
     )
     max_resumes: int = Field(
         0,
@@ -338,7 +392,7 @@ class Settings(BaseSettings):
     @property
     def num_workers(self) -> int:
         """Workers of the whole cluster."""
-        return 1 if self.combined else self.prefill + self.decode
+        return self.combined_workers if self.combined else self.prefill + self.decode
 
     @property
     def has_weights(self) -> bool:
@@ -349,7 +403,7 @@ class Settings(BaseSettings):
     def process_names(self) -> tuple[str, ...]:
         """Every process of the cluster by its id: controller, gateways, workers."""
         workers = (
-            ["combined-0"]
+            [f"combined-{number}" for number in range(self.combined_workers)]
             if self.combined
             else [
                 f"{role}-{number}"

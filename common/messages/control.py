@@ -16,6 +16,7 @@ from common.messages.fields import (
     Fingerprint,
     Flag,
     KVCounts,
+    Mode,
     Name,
     Pairs,
     PeerInfo,
@@ -24,6 +25,7 @@ from common.messages.fields import (
     Seconds,
     Text,
     WorkerLoad,
+    WorkerRates,
 )
 from common.sampling import SamplingParams
 
@@ -44,6 +46,8 @@ class WorkerHello:
     num_blocks: Count
     block_size: Count
     block_bytes: Count
+    max_num_batched_tokens: Count
+    max_num_seqs: Count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRUCT)
@@ -88,6 +92,99 @@ class Heartbeat:
     is_draining: Flag
     is_quarantined: Flag
     pairs: Pairs
+    mode: Mode
+    rates: WorkerRates
+    index_sequence: Count
+    """Number of the last batch of ``KVIndexEvents`` that was sent; the controller finds gaps."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRUCT)
+class KVIndexEvents:
+    """Worker → controller: which prefix blocks became findable or were forgotten since the last.
+
+    Two raw frames: hashes added and hashes removed, 16 bytes each (``KVIndexEvents`` of one worker
+    are numbered from 1 by ``sequence``; a snapshot replaces all that was told before). No answer,
+    but ``KVIndexRequested`` where one is missing.
+    """
+
+    sequence: Count
+    is_snapshot: Flag
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRUCT)
+class KVIndexRequested:
+    """Controller → worker: events are missing; send a snapshot. A repeat is safe."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRUCT)
+class SwitchRole:
+    """Controller → worker: take this role from now on. Answered by ``RoleSwitched``.
+
+    Running requests go on where they are. An order whose ``role_generation`` is not above the
+    worker's own is stale and ignored, but answered with what holds.
+    """
+
+    role: Role
+    role_generation: Count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRUCT)
+class RoleSwitched:
+    """Worker → controller: this role and generation hold here; pool and prefix cache were kept."""
+
+    role: Role
+    role_generation: Count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRUCT)
+class Directive:
+    """Controller → worker: which half leads the next ``num_steps`` steps that have both.
+
+    After them, and with ``mode`` None at once, the worker's own triggers decide again. The newest
+    counts.
+    """
+
+    mode: Mode | None
+    num_steps: Count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRUCT)
+class SetDraining:
+    """Controller → worker: take no new work, or take it again. Heartbeats tell. Idempotent."""
+
+    is_draining: Flag
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRUCT)
+class MigrateDecode:
+    """Controller → decode worker: hand this running decode to another one, with its KV.
+
+    The other's ``DecodeStarted`` tells of success; ``MigrationFailed`` that it goes on here.
+    """
+
+    request_id: RequestId
+    decode: PeerInfo
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRUCT)
+class MigrationFailed:
+    """Decode worker → controller: the request is still here, or it was not here to be moved."""
+
+    request_id: RequestId
+    message: Text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRUCT)
+class CopyPrefix:
+    """Controller → a worker that holds a prefix: write its blocks into the pool of ``target``.
+
+    One raw frame: the prefix's token ids, int32 little-endian, whole blocks. The target takes what
+    it lacks, and computes what does not come in time: no answer.
+    """
+
+    request_id: RequestId
+    target: PeerInfo
+    num_tokens: PromptLength
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRUCT)
@@ -208,6 +305,13 @@ class SubmitRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRUCT)
+class RequestQueued:
+    """Controller → gateway: taken in; it is placed as soon as a worker is to have it."""
+
+    request_id: RequestId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRUCT)
 class RequestPlaced:
     """Controller → gateway: workers were chosen. Sent again when a request is placed again."""
 
@@ -281,6 +385,10 @@ class PlaceRequest:
     params: SamplingParams
     num_prompt_tokens: PromptLength
     decode: PeerInfo | None
+    queued_seconds: Seconds = 0.0
+    """How long it waited in the controller."""
+    num_prefix_tokens: Count = 0
+    """How much of the prompt another worker was told to copy here; wait for it a while."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRUCT)
@@ -347,6 +455,9 @@ WorkerToController = (
     | DecodeStarted
     | RequestFinished
     | RequestFailed
+    | KVIndexEvents
+    | RoleSwitched
+    | MigrationFailed
 )
 GatewayToController = GatewayHello | GatewayHeartbeat | Goodbye | SubmitRequest | CancelRequest
 ControllerToWorker = (
@@ -361,6 +472,12 @@ ControllerToWorker = (
     | PlaceDecode
     | PlacementUnknown
     | Cancel
+    | SwitchRole
+    | Directive
+    | SetDraining
+    | MigrateDecode
+    | CopyPrefix
+    | KVIndexRequested
 )
 ControllerToGateway = (
     GatewayAccepted
@@ -368,6 +485,7 @@ ControllerToGateway = (
     | Fenced
     | HelloRequested
     | ClusterState
+    | RequestQueued
     | RequestPlaced
     | RequestRefused
     | RequestFinished

@@ -19,6 +19,7 @@ Count = Annotated[int, Field(strict=True, ge=0, le=2**53)]
 Flag = Annotated[bool, Field(strict=True)]
 EpochNumber = Annotated[Epoch, Field(strict=True, ge=0, le=2**53)]
 Seconds = Annotated[float, Field(strict=True, ge=0.0, le=1e9)]
+Rate = Annotated[float, Field(strict=True, ge=0.0, le=1e15, allow_inf_nan=False)]
 Name = Annotated[str, Field(strict=True, min_length=1, max_length=256)]
 Text = Annotated[str, Field(strict=True, max_length=4096)]
 Endpoint = Annotated[str, Field(strict=True, pattern=r"^(ipc|tcp|inproc)://", max_length=512)]
@@ -33,6 +34,14 @@ class Role(StrEnum):
     PREFILL = "prefill"
     DECODE = "decode"
     COMBINED = "combined"
+
+
+class Mode(StrEnum):
+    """Which half of a hybrid worker leads a step (papers: FlowKV, hybrid scheduler)."""
+
+    PREFILL_LED = "prefill_led"
+    DECODE_LED = "decode_led"
+    BALANCED = "balanced"
 
 
 class WorkerState(StrEnum):
@@ -69,10 +78,24 @@ class WorkerLoad:
     num_sending: Count
     num_receiving: Count
     num_decoding: Count
+    num_swapped: Count = 0
+    """Sequences whose KV lies in host memory until there is room again."""
     uncomputed_tokens: Count
     """Prompt tokens of waiting and running requests not computed yet."""
     num_steps: Count
     """Engine steps since the start: the sign of progress that health reads."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRUCT)
+class WorkerRates:
+    """How fast a worker was of late, as it measured; 0 where nothing was measured yet."""
+
+    prefill_tokens_per_second: Rate
+    """Prompt tokens computed per second of steps that compute prompts."""
+    decode_step_seconds: Seconds
+    """EWMA (0.3) of the time between two tokens of a decoding sequence."""
+    decode_tokens_per_second: Rate
+    """Tokens drawn per second of steps that decode, over all sequences."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRUCT)
@@ -105,6 +128,8 @@ class PairStatus:
     epoch: EpochNumber
     transport: Text
     reason: Text
+    bytes_per_second: Rate = 0.0
+    """The link's rate as measured at pairing; 0 while not known."""
 
 
 Pairs = Annotated[tuple[PairStatus, ...], Field(max_length=4096)]
@@ -183,3 +208,34 @@ ExportedPool = Annotated[
     PoolHandle | CudaPoolHandle | NcclPoolHandle | TcpPoolHandle, Field(discriminator="kind")
 ]
 """A pool as its owner offers it to a paired peer."""
+
+
+class PhaseName(StrEnum):
+    """What a request's time went into."""
+
+    QUEUE = "queue"
+    PREFIX = "prefix"
+    PREFILL = "prefill"
+    TRANSFER = "transfer"
+    DECODE_WAIT = "decode_wait"
+    DECODE = "decode"
+    MIGRATION = "migration"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRUCT)
+class PhaseRecord:
+    """One phase of one request on one worker: seconds, and what was moved or computed in it.
+
+    ``queue`` is the wait in the controller and in the worker's queue together; ``transfer`` the
+    time in writes of KV; ``decode_wait`` from the prefill's end to the decode side's first step.
+    """
+
+    name: PhaseName
+    worker: Name
+    seconds: Seconds
+    num_tokens: Count = 0
+    num_bytes: Count = 0
+    num_calls: Count = 0
+
+
+Phases = Annotated[tuple[PhaseRecord, ...], Field(max_length=64)]

@@ -21,6 +21,7 @@ from common.messages.fields import (
     EpochNumber,
     ExportedPool,
     Fingerprint,
+    Flag,
     Name,
     PeerInfo,
     PromptLength,
@@ -85,6 +86,8 @@ class Reserve:
     tokens_endpoint: Endpoint
     params: SamplingParams
     num_prompt_tokens: PromptLength
+    is_prefix: Flag = False
+    """Whether only the prompt's blocks are wanted, for the receiver's own use: nothing decodes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRUCT)
@@ -132,7 +135,8 @@ class Commit:
     transfer_id: TransferId
     num_tokens: PromptLength
     num_cached_tokens: Count
-    first_tokens: Annotated[tuple[FirstToken, ...], Field(min_length=1, max_length=128)]
+    first_tokens: Annotated[tuple[FirstToken, ...], Field(max_length=128)]
+    """Empty for a prefix alone."""
     prefill_done_at: Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
     """When the prefill's last step ended, in seconds of the host's monotonic clock."""
 

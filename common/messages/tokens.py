@@ -7,7 +7,7 @@ from pydantic.dataclasses import dataclass
 
 from common.errors import ErrorCode
 from common.ids import RequestId
-from common.messages.fields import STRUCT, ChoiceIndex, Count, Text
+from common.messages.fields import STRUCT, ChoiceIndex, Count, Phases, Text
 from common.sampling import FinishReason, SampledToken
 
 
@@ -17,7 +17,8 @@ class TokenDelta:
 
     The first delta of either side carries ``num_cached_tokens``. A decode side starts with the
     first token again, so that one lost with a dying prefill side still arrives.
-    ``finish_reason`` ends the choice.
+    ``finish_reason`` ends the choice. ``phases`` are those of the request's phases that ended on
+    the sender since it told of any.
     """
 
     request_id: RequestId
@@ -26,6 +27,7 @@ class TokenDelta:
     tokens: Annotated[tuple[SampledToken, ...], Field(max_length=4096)]
     finish_reason: FinishReason | None = None
     num_cached_tokens: Count | None = None
+    phases: Phases = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRUCT)

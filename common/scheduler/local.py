@@ -243,6 +243,7 @@ class LocalScheduler:
             num_sending=num_sending,
             num_receiving=num_receiving,
             num_decoding=len(self._decoding),
+            num_swapped=0,
             uncomputed_tokens=sum(s.num_uncomputed for s in (*self._waiting, *self._prefilling)),
             num_steps=self.num_steps,
         )

@@ -10,17 +10,23 @@ import structlog
 from common.messages.control import (
     Cancel,
     ControllerToWorker,
+    CopyPrefix,
+    Directive,
     Fenced,
     Goodbye,
     Heartbeat,
     HeartbeatAnswered,
     HelloRefused,
     HelloRequested,
+    KVIndexRequested,
+    MigrateDecode,
     PeerJoined,
     PeerLeft,
     PlaceDecode,
     PlacementUnknown,
     PlaceRequest,
+    SetDraining,
+    SwitchRole,
     WorkerAccepted,
     WorkerHello,
     WorkerToController,
@@ -35,7 +41,19 @@ TRIES_PER_LINE = 15
 CATCH_UP_SECONDS = 1.0
 
 Order = (
-    PlaceRequest | PlaceDecode | PlacementUnknown | Cancel | PeerJoined | PeerLeft | WorkerAccepted
+    PlaceRequest
+    | PlaceDecode
+    | PlacementUnknown
+    | Cancel
+    | PeerJoined
+    | PeerLeft
+    | WorkerAccepted
+    | SwitchRole
+    | Directive
+    | SetDraining
+    | MigrateDecode
+    | CopyPrefix
+    | KVIndexRequested
 )
 
 
@@ -107,6 +125,12 @@ class ControlLink:
                     | Cancel()
                     | PeerJoined()
                     | PeerLeft()
+                    | SwitchRole()
+                    | Directive()
+                    | SetDraining()
+                    | MigrateDecode()
+                    | CopyPrefix()
+                    | KVIndexRequested()
                 ):
                     self._on_order(message, received.payload)
 

@@ -107,6 +107,13 @@ class DecodePeer:
         return f"paired, but silent for over {self.lease_seconds:g} s" if is_silent else ""
 
 
+def _rate_of(peer: DecodePeer | None) -> float:
+    """Return the link's rate in bytes per second; 0 while it is not paired."""
+    if peer is None or peer.pool is None:
+        return 0.0
+    return peer.pool.rate.gigabytes_per_second * 1e9
+
+
 class FailedPairs:
     """The decode sides that could not be paired with: why, and when to try again."""
 
@@ -136,6 +143,12 @@ class FailedPairs:
             if peer.pool is not None or key not in troubles:
                 troubles[key] = (peer.transport, peer.trouble(now))
         return tuple(
-            PairStatus(worker_id=key[0], epoch=key[1], transport=transport, reason=reason[:1024])
+            PairStatus(
+                worker_id=key[0],
+                epoch=key[1],
+                transport=transport,
+                reason=reason[:1024],
+                bytes_per_second=_rate_of(peers.get(key)),
+            )
             for key, (transport, reason) in troubles.items()
         )

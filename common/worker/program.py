@@ -249,6 +249,8 @@ class _Incarnation:
             num_blocks=machine.pool.num_blocks,
             block_size=machine.layout.block_size,
             block_bytes=machine.layout.block_bytes,
+            max_num_batched_tokens=machine.max_num_batched_tokens,
+            max_num_seqs=machine.max_num_seqs,
         )
 
     def _blocks(self, hello: WorkerHello) -> BlockManager:

@@ -22,9 +22,13 @@ from common.ids import RequestId, WorkerId
 from common.kv.blocks import BlockManager
 from common.messages.control import (
     Cancel,
+    CopyPrefix,
     DecodeRefused,
     DecodeStarted,
+    Directive,
     Heartbeat,
+    KVIndexRequested,
+    MigrateDecode,
     PeerJoined,
     PeerLeft,
     PlaceDecode,
@@ -32,9 +36,11 @@ from common.messages.control import (
     PlaceRequest,
     RequestFailed,
     RequestFinished,
+    SetDraining,
+    SwitchRole,
     WorkerAccepted,
 )
-from common.messages.fields import PeerInfo, Role
+from common.messages.fields import Mode, PeerInfo, Role, WorkerRates
 from common.messages.handoff import AbortReason
 from common.scheduler.effects import (
     CopyBlocks,
@@ -135,6 +141,15 @@ class HybridWorker:
                 self._placement_unknown(order.request_id)
             case Cancel():
                 self._cancel(order)
+            case (
+                SwitchRole()
+                | Directive()
+                | SetDraining()
+                | MigrateDecode()
+                | CopyPrefix()
+                | KVIndexRequested()
+            ):
+                log.warning("order_ignored", order=type(order).__name__)
             case _:
                 assert_never(order)
         self._wake.set()
@@ -444,6 +459,13 @@ class HybridWorker:
             is_draining=self._is_draining,
             is_quarantined=self._is_quarantined,
             pairs=self._outbound.pairs(),
+            mode=Mode.BALANCED,
+            rates=WorkerRates(
+                prefill_tokens_per_second=0.0,
+                decode_step_seconds=0.0,
+                decode_tokens_per_second=0.0,
+            ),
+            index_sequence=0,
         )
         take_heartbeat(self.metrics, beat)
         return beat

@@ -6,7 +6,13 @@ import os
 from common.config.settings import Settings
 from common.errors import ConfigError
 from common.ids import new_epoch
-from common.messages.admin import CliToController, ControllerToCli, GetStatus, StatusReport
+from common.messages.admin import (
+    AdminRefused,
+    CliToController,
+    ControllerToCli,
+    GetStatus,
+    StatusReport,
+)
 from common.messages.codec import Codec
 from common.transport.channels import ADMIN
 from common.transport.sockets import DealerLink, Identity, new_context
@@ -28,9 +34,13 @@ async def ask_status(settings: Settings, deadline_seconds: float) -> StatusRepor
             async with asyncio.timeout(deadline_seconds):
                 link.try_send(GetStatus(), "status")
                 async for received in link.received():
-                    if isinstance(received.message, StatusReport):
-                        return received.message
-                    raise ConfigError(f"the controller refused: {received.message.message}")
+                    match received.message:
+                        case StatusReport():
+                            return received.message
+                        case AdminRefused(message=message):
+                            raise ConfigError(f"the controller refused: {message}")
+                        case _:
+                            continue
         except TimeoutError:
             return None
         finally:

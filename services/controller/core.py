@@ -19,12 +19,15 @@ from common.messages.control import (
     HeartbeatAnswered,
     HelloRefused,
     HelloRequested,
+    KVIndexEvents,
+    MigrationFailed,
     PeerJoined,
     PeerLeft,
     PlacementUnknown,
     PlaceRequest,
     RequestFailed,
     RequestFinished,
+    RoleSwitched,
     SubmitRequest,
     WorkerAccepted,
     WorkerHello,
@@ -148,6 +151,8 @@ class ControllerCore:
                 return [*effects, *self._dispatcher.retry_waiting(cause, now)]
             case RequestFailed():
                 return self._request_failed(worker, message, cause, now)
+            case KVIndexEvents() | RoleSwitched() | MigrationFailed():
+                return []
             case Goodbye(reason=reason):
                 told = f"worker {key[0]} left: {reason}"
                 effects = self._lose_worker(worker, ErrorCode.SHUTTING_DOWN, told, cause, now)
@@ -193,6 +198,9 @@ class ControllerCore:
                 | DecodeStarted()
                 | RequestFinished()
                 | RequestFailed()
+                | KVIndexEvents()
+                | RoleSwitched()
+                | MigrationFailed()
             ):
                 raise RemoteProtocolError(f"gateway {key[0]} sent {type(message).__name__}")
             case _:
@@ -293,6 +301,8 @@ class ControllerCore:
             self._progress_at = now
         worker.kv = heartbeat.kv
         worker.load = heartbeat.load
+        worker.mode = heartbeat.mode
+        worker.rates = heartbeat.rates
         worker.assigned_tokens = 0
         worker.replaced_blocks = 0
         worker.is_draining = heartbeat.is_draining

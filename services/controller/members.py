@@ -5,7 +5,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from common.messages.control import GatewayHello, WorkerHello
-from common.messages.fields import KVCounts, PairStatus, PeerInfo, Role, WorkerLoad, WorkerState
+from common.messages.fields import (
+    KVCounts,
+    Mode,
+    PairStatus,
+    PeerInfo,
+    Role,
+    WorkerLoad,
+    WorkerRates,
+    WorkerState,
+)
 from services.controller.effects import PeerKey
 from services.controller.policy.placement import Incarnation, Pairing, WorkerView
 
@@ -31,6 +40,8 @@ class WorkerRecord:
     last_seen: float
     kv: KVCounts | None = None
     load: WorkerLoad | None = None
+    mode: Mode = Mode.BALANCED
+    rates: WorkerRates | None = None
     is_suspect: bool = False
     is_draining: bool = False
     is_quarantined: bool = False

@@ -10,7 +10,16 @@ from common.config.processes import ProcessWatch
 from common.config.settings import Settings
 from common.errors import RemoteProtocolError
 from common.ids import new_epoch
-from common.messages.admin import CliToController, ControllerToCli, GetStatus
+from common.messages.admin import (
+    AdminRefused,
+    CliToController,
+    ControllerToCli,
+    GetStatus,
+    OrderDrain,
+    OrderRole,
+    OrderRoles,
+    ScalerHello,
+)
 from common.messages.codec import Codec, Received
 from common.messages.control import (
     ControllerToGateway,
@@ -130,6 +139,9 @@ class ControllerServer:
         match received.message:
             case GetStatus():
                 answer = status_report(self.core, time.monotonic())
+            case OrderRole() | OrderRoles() | OrderDrain() | ScalerHello():
+                command = type(received.message).__name__
+                answer = AdminRefused(command=command, message="it is not known here")
         if not self._admin.try_send((envelope.sender, envelope.epoch), answer, "status"):
             log.info("admin_left", cause=f"GetStatus {envelope.sender}")
 

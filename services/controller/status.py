@@ -1,6 +1,6 @@
 """What the operator is told about the cluster."""
 
-from common.messages.admin import GatewayStatus, StatusReport, WorkerStatus
+from common.messages.admin import GatewayStatus, RoleControl, StatusReport, WorkerStatus
 from services.controller.core import ControllerCore
 
 
@@ -17,6 +17,9 @@ def status_report(core: ControllerCore, now: float) -> StatusReport:
         model_fingerprint=first.model_fingerprint if first else "",
         uptime_seconds=max(0.0, now - core.started_at),
         num_requests=len(core.book.requests),
+        policy="least_loaded",
+        role_control=RoleControl.MANUAL,
+        scenario="normal",
         workers=tuple(
             WorkerStatus(
                 id=worker.peer.worker_id,
@@ -29,6 +32,8 @@ def status_report(core: ControllerCore, now: float) -> StatusReport:
                 kv=worker.kv,
                 load=worker.load,
                 pairs=worker.pairs,
+                mode=worker.mode,
+                rates=worker.rates,
             )
             for worker in workers
         ),

@@ -27,6 +27,7 @@ from common.messages.control import (
     RequestFailed,
     RequestFinished,
     RequestPlaced,
+    RequestQueued,
     RequestRefused,
     SubmitRequest,
 )
@@ -435,17 +436,24 @@ class ClusterBackend:
                 self._begin_anew(message.message)
             case ClusterState():
                 self._state = message
-            case RequestPlaced() | RequestRefused() | RequestFinished() | RequestFailed():
+            case (
+                RequestQueued()
+                | RequestPlaced()
+                | RequestRefused()
+                | RequestFinished()
+                | RequestFailed()
+            ):
                 self._on_request(message)
 
     def _on_request(
-        self, message: RequestPlaced | RequestRefused | RequestFinished | RequestFailed
+        self,
+        message: RequestQueued | RequestPlaced | RequestRefused | RequestFinished | RequestFailed,
     ) -> None:
         submission = self._submissions.get(message.request_id)
         if submission is None:
             return
         match message:
-            case RequestPlaced():
+            case RequestQueued() | RequestPlaced():
                 submission.placed()
             case RequestRefused(code=code, message=told, retry_after_seconds=seconds):
                 # It may have been placed before, on a worker that was not reached.

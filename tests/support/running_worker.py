@@ -148,6 +148,8 @@ class RunningWorker:
             num_blocks=self.pool.num_blocks,
             block_size=LAYOUT.block_size,
             block_bytes=LAYOUT.block_bytes,
+            max_num_batched_tokens=512,
+            max_num_seqs=64,
         )
         link: DealerLink[WorkerToController, ControllerToWorker] = DealerLink(
             context,

@@ -27,7 +27,10 @@ class ProcessSpec:
 def plan_processes(settings: Settings) -> tuple[ProcessSpec, ...]:
     """Return every process of the cluster in the order of their start."""
     if settings.combined:
-        workers = [ProcessSpec("combined-0", "services.prefill", Stage.WORKER, "combined")]
+        workers = [
+            ProcessSpec(f"combined-{number}", "services.prefill", Stage.WORKER, "combined")
+            for number in range(settings.combined_workers)
+        ]
     else:
         workers = [
             ProcessSpec(f"{role}-{number}", f"services.{role}", Stage.WORKER, role)

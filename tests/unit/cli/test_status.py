@@ -5,8 +5,8 @@ from dataclasses import replace
 from rich.console import Console
 
 from common.ids import Epoch, GatewayId, WorkerId
-from common.messages.admin import GatewayStatus, StatusReport, WorkerStatus
-from common.messages.fields import KVCounts, PairStatus, Role, WorkerLoad, WorkerState
+from common.messages.admin import GatewayStatus, RoleControl, StatusReport, WorkerStatus
+from common.messages.fields import KVCounts, Mode, PairStatus, Role, WorkerLoad, WorkerState
 from services.cli.status import status_json, status_tables
 
 NO = "it does not let our key in [no markup]"
@@ -18,6 +18,9 @@ REPORT = StatusReport(
     model_fingerprint="0123456789abcdef",
     uptime_seconds=12.4,
     num_requests=2,
+    policy="flowkv",
+    role_control=RoleControl.AUTO,
+    scenario="normal",
     workers=(
         WorkerStatus(
             id=WorkerId("prefill-0"),
@@ -43,6 +46,8 @@ REPORT = StatusReport(
                 PairStatus(worker_id=WorkerId("decode-0"), epoch=Epoch(6), transport="", reason=NO),
                 PairStatus(worker_id=WorkerId("gone"), epoch=Epoch(1), transport="tcp", reason=""),
             ),
+            mode=Mode.BALANCED,
+            rates=None,
         ),
         WorkerStatus(
             id=WorkerId("decode-0"),
@@ -55,6 +60,8 @@ REPORT = StatusReport(
             kv=None,
             load=None,
             pairs=(),
+            mode=Mode.BALANCED,
+            rates=None,
         ),
     ),
     gateways=(

@@ -18,7 +18,15 @@ from common.messages.control import (
     SubmitRequest,
     WorkerHello,
 )
-from common.messages.fields import KVCounts, PairStatus, PeerInfo, Role, WorkerLoad
+from common.messages.fields import (
+    KVCounts,
+    Mode,
+    PairStatus,
+    PeerInfo,
+    Role,
+    WorkerLoad,
+    WorkerRates,
+)
 from common.sampling import SamplingParams
 from services.controller.core import ControllerCore
 from services.controller.effects import (
@@ -81,6 +89,8 @@ def worker_hello(
         num_blocks=num_blocks,
         block_size=block_size,
         block_bytes=4096,
+        max_num_batched_tokens=512,
+        max_num_seqs=64,
     )
 
 
@@ -110,6 +120,11 @@ def kv(total: int = 100, referenced: int = 0, in_transfer: int = 0, cached: int 
     )
 
 
+NO_RATES = WorkerRates(
+    prefill_tokens_per_second=0.0, decode_step_seconds=0.0, decode_tokens_per_second=0.0
+)
+
+
 def heartbeat(
     counts: KVCounts | None = None,
     *,
@@ -118,6 +133,8 @@ def heartbeat(
     is_draining: bool = False,
     is_quarantined: bool = False,
     pairs: tuple[PairStatus, ...] = (),
+    rates: WorkerRates | None = None,
+    index_sequence: int = 0,
 ) -> Heartbeat:
     load = WorkerLoad(
         num_waiting=0,
@@ -134,6 +151,9 @@ def heartbeat(
         is_draining=is_draining,
         is_quarantined=is_quarantined,
         pairs=pairs,
+        mode=Mode.BALANCED,
+        rates=rates or NO_RATES,
+        index_sequence=index_sequence,
     )
 
 
