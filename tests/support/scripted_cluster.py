@@ -27,7 +27,8 @@ from common.transport.channels import CONTROL, TOKENS
 from common.transport.sockets import DealerLink, Identity, RouterHub, new_context
 from common.worker.payload import unpack_ids
 from services.gateway.backend import ServedModel
-from services.gateway.cluster import ClusterBackend, ClusterSubmission
+from services.gateway.cluster import ClusterBackend
+from services.gateway.submission import ClusterSubmission
 from tests.support.board import Board
 
 GATEWAY = GatewayId("g")

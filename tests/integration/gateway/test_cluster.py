@@ -14,9 +14,9 @@ from common.messages.control import (
     RequestRefused,
 )
 from common.sampling import FinishReason
-from services.gateway import cluster as cluster_module
+from services.gateway import submission as submission_module
 from services.gateway.backend import TokenDelta
-from services.gateway.cluster import RESUME_SECONDS, SILENCE_SECONDS, ClusterSubmission
+from services.gateway.submission import RESUME_SECONDS, SILENCE_SECONDS, ClusterSubmission
 from tests.support.scripted_cluster import MAX_RESUMES, PARAMS, scripted_cluster
 
 FINISHED = RequestFinished(request_id=RequestId("r"), was_cancelled=False)
@@ -138,7 +138,7 @@ async def test_a_request_without_tokens_goes_on_whole(tmp_path):
 async def test_a_request_that_nobody_takes_again_ends_with_what_ended_it_first(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(cluster_module, "RESUME_SECONDS", RESUME_SECONDS / 10)
+    monkeypatch.setattr(submission_module, "RESUME_SECONDS", RESUME_SECONDS / 10)
     async with scripted_cluster(tmp_path) as cluster:
         cluster.refusing = [f"r~{number}" for number in range(1, 100)]
         submission = await cluster.submit()
