@@ -15,8 +15,9 @@ from types import ModuleType, NoneType, UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
 from common.config.load import flag_of, variable_of
-from common.config.settings import Settings
+from common.config.settings import GROUPS, Settings
 from common.config.sizes import format_size
+from common.config.value_types import is_size
 from common.handoff.machine import Ignored, Illegal, Legal, PeerFault, Table, Verdict
 from common.handoff.receiver import RECEIVER_TABLE
 from common.handoff.sender import SENDER_TABLE
@@ -35,7 +36,6 @@ from services.gateway.metrics import GatewayMetrics
 
 FOLDER = Path(__file__).parent
 NOTICE = "<!-- Written by `python -m docs.generate`; edit the code, not this page. -->"
-SIZES = ("segment_min_size", "kv_bytes", "max_body_bytes")
 
 Hint = Any  # Any: what a field is annotated with has no common type
 
@@ -167,19 +167,19 @@ def settings_page() -> str:
         NOTICE,
         "",
         SETTINGS_INTRO,
-        "",
-        *_row("setting", "flag", "variable", "default", "meaning"),
-        *_row(*["---"] * 5),
     ]
-    for name, field in Settings.model_fields.items():
-        flag = flag_of(name)
-        lines += _row(
-            f"`{name}`",
-            f"`{flag}`",
-            f"`{variable_of(name)}`",
-            _default(name),
-            field.description or "",
-        )
+    for group in GROUPS:
+        lines += ["", f"## {_title(group)}", "", _text(group).partition("\n")[0], ""]
+        lines += _row("setting", "flag", "variable", "default", "meaning")
+        lines += _row(*["---"] * 5)
+        for name, field in group.model_fields.items():
+            lines += _row(
+                f"`{name}`",
+                f"`{flag_of(name)}`",
+                f"`{variable_of(name)}`",
+                _default(name),
+                field.description or "",
+            )
     return "\n".join(lines) + "\n"
 
 
@@ -258,6 +258,10 @@ def _text(thing: object) -> str:
     return inspect.cleandoc(getattr(thing, "__doc__", None) or "")
 
 
+def _title(group: type) -> str:
+    return group.__name__.removesuffix("Settings")
+
+
 def _words(name: str) -> str:
     sender, _, receiver = name.partition("To")
     return f"{sender} → {receiver}"
@@ -319,7 +323,7 @@ def _default(name: str) -> str:
     field = Settings.model_fields[name]
     if field.default_factory is not None:
         return "see its meaning"
-    if name in SIZES:
+    if is_size(field):
         return f"`{format_size(field.default)}`"
     if isinstance(field.default, bool):
         return f"`{str(field.default).lower()}`"

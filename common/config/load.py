@@ -9,13 +9,10 @@ from pathlib import Path
 from pydantic import ValidationError
 from pydantic_settings import EnvSettingsSource
 
+from common.config.engine import DEBUG_ALLOC_VARIABLE
+from common.config.environment import ENVIRONMENT_PREFIX, environment
 from common.config.folders import write_private
-from common.config.settings import (
-    DEBUG_ALLOC_VARIABLE,
-    ENVIRONMENT_PREFIX,
-    Settings,
-    environment,
-)
+from common.config.settings import Settings
 from common.errors import ConfigError
 
 CONFIG_VARIABLE = f"{ENVIRONMENT_PREFIX}CONFIG"

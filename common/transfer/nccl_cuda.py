@@ -10,7 +10,7 @@ from collections.abc import Sequence
 # CuPy has no types: its objects are Any throughout this file.
 from typing import Any
 
-from common.config.settings import environment
+from common.config.environment import environment
 from common.cuda.driver import CudaDriver, CudaError
 from common.cuda.nvml import nvlink_gigabytes_per_second
 from common.errors import ConfigError

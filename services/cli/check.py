@@ -8,13 +8,12 @@ from common.config.api_key_file import load_api_keys
 from common.config.load import LoadedSettings
 from common.config.settings import Settings
 from common.config.sizes import format_size
+from common.config.value_types import is_size
 from common.models.config import ModelConfig
 from common.models.default_names import FOLDER_NAME
 from common.transport.addresses import load_keys
 from common.transport.security import ALLOWED_NAME
 from services.cli.terminal import out
-
-_SIZES = ("segment_min_size", "kv_bytes", "max_body_bytes")
 
 
 def print_settings(loaded: LoadedSettings, *, has_gateway: bool) -> None:
@@ -58,7 +57,7 @@ def _model_config(settings: Settings) -> ModelConfig | None:
 def format_value(settings: Settings, name: str) -> str:
     """Return one setting as it would be written in a config file."""
     value = getattr(settings, name)
-    if name in _SIZES:
+    if is_size(Settings.model_fields[name]):
         return format_size(value)
     if isinstance(value, bool):
         return str(value).lower()

@@ -16,7 +16,7 @@ _CONFIG = Annotated[
 _CHECK = Annotated[
     bool, typer.Option("--check", help="Print the effective settings and their sources, and exit.")
 ]
-_METAVARS = {int: "N", float: "SECONDS", Path: "FOLDER", str: "TEXT"}
+_METAVARS = {int: "N", float: "NUMBER", Path: "FOLDER", str: "TEXT"}
 
 Load = Callable[[], LoadedSettings]
 
@@ -61,5 +61,5 @@ def _option(name: str) -> object:
         declaration = f"{flag}/--no-{flag.removeprefix('--')}"
         return Annotated[bool | None, typer.Option(declaration, help=help_text)]
     kind = field.annotation if isinstance(field.annotation, type) else str
-    metavar = _METAVARS.get(kind, "TEXT")
+    metavar = "SECONDS" if name.endswith("_seconds") else _METAVARS.get(kind, "TEXT")
     return Annotated[str | None, typer.Option(flag_of(name), help=help_text, metavar=metavar)]

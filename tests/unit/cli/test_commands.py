@@ -9,7 +9,8 @@ import pytest
 import structlog
 from typer.testing import CliRunner
 
-from common.config.settings import Settings, environment
+from common.config.environment import environment
+from common.config.settings import Settings
 from common.models.default_names import FOLDER_NAME
 from common.transport.security import Keys, make_keys
 from services.cli.main import app

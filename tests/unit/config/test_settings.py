@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 
+from common.config.environment import environment
 from common.config.folders import (
     default_run_dir,
     lock_file,
@@ -16,8 +17,9 @@ from common.config.load import (
     save_settings,
     variable_of,
 )
-from common.config.settings import Settings, environment
+from common.config.settings import GROUPS, Settings
 from common.config.sizes import format_size, parse_size
+from common.config.value_types import is_size
 from common.errors import ConfigError
 
 
@@ -100,6 +102,9 @@ def test_an_empty_variable_is_not_given(monkeypatch: pytest.MonkeyPatch) -> None
         ({"dtype": "int3"}, ["dtype = 'int3'", "'auto', 'float32', 'bfloat16' or 'float16'"]),
         ({"run_dir": "/tmp/" + "x" * 80}, ["run_dir", "the kernel cuts"]),
         ({"death_seconds": "0.3"}, ["death_seconds 0.3", "three heartbeat_seconds"]),
+        ({"max_workers": "2", "decode": "2"}, ["max_workers 2", "3 workers", "set it to 0"]),
+        ({"max_workers": "1", "combined": True, "combined_workers": "2"}, ["max_workers 1"]),
+        ({"policy": "fastest"}, ["policy = 'fastest'", "'prefix_aware' or 'flowkv'"]),
         ({"port": "x", "prefill": "0"}, ["setting port", "setting prefill"]),
     ],
 )
@@ -182,7 +187,16 @@ def test_threads_share_the_cores_evenly_and_are_at_least_one(
     assert Settings(prefill=1, decode=1).num_threads == 4
     assert Settings(prefill=3, decode=6).num_threads == 1
     assert Settings(combined=True).num_threads == 8
+    assert Settings(combined=True, combined_workers=2).num_threads == 4
     assert Settings(threads=3).num_threads == 3
+
+
+def test_a_worker_that_may_be_started_later_finds_its_share_of_the_cores(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _pid: set(range(8)))
+    assert Settings(prefill=1, decode=1, max_workers=4).num_threads == 2
+    assert Settings(prefill=1, decode=1, max_workers=100).num_threads == 1
 
 
 @pytest.mark.parametrize(
@@ -257,6 +271,54 @@ def test_a_private_file_is_replaced_whole(tmp_path: Path) -> None:
     write_private(tmp_path / "f", "new")
     assert (tmp_path / "f").read_text() == "new"
     assert [path.name for path in tmp_path.iterdir()] == ["f"]
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "name", "value"),
+    [
+        ("FLOWPATH_PREFILL_THRESHOLD", "12", "prefill_threshold", 12),
+        ("FLOWPATH_DECODE_SLA", "80.5", "decode_sla", 80.5),
+        ("FLOWPATH_TTFT_SLO_SECONDS", "4", "ttft_slo_seconds", 4.0),
+        ("FLOWPATH_POLICY", "prefix_aware", "policy", "prefix_aware"),
+        ("FLOWPATH_ROLES", "manual", "roles", "manual"),
+        ("FLOWPATH_MAX_WORKERS", "3", "max_workers", 3),
+        ("FLOWPATH_SWAP_BYTES", "2GiB", "swap_bytes", 2**31),
+        ("FLOWPATH_SLOW_DOWN", "2.5", "slow_down", 2.5),
+        ("FLOWPATH_COMBINED_WORKERS", "2", "combined_workers", 2),
+        ("FLOWPATH_MAX_RESUMES", "0", "max_resumes", 0),
+    ],
+)
+def test_scheduling_is_set_by_variables_of_the_settings_names(
+    monkeypatch: pytest.MonkeyPatch, variable: str, text: str, name: str, value: object
+) -> None:
+    monkeypatch.setenv(variable, text)
+    loaded = load_settings()
+    assert getattr(loaded.settings, name) == value != getattr(Settings(), name)
+    assert loaded.sources[name] == f"environment {variable}"
+    assert loaded.ignored_variables == ()
+
+
+def test_scheduling_starts_from_the_papers_numbers_and_goes_on_after_a_death() -> None:
+    settings = Settings()
+    assert (settings.prefill_threshold, settings.decode_sla) == (8, 50.0)
+    assert (settings.policy, settings.roles, settings.max_workers) == ("flowkv", "auto", 0)
+    assert settings.max_resumes == 3
+
+
+def test_a_budget_of_as_many_workers_as_are_started_is_taken_whatever_their_kind() -> None:
+    assert Settings(prefill=2, decode=1, max_workers=3).max_workers == 3
+    assert Settings(combined=True, combined_workers=2, max_workers=2, policy="flowkv").combined
+
+
+def test_settings_stand_by_subject_and_begin_with_where_to_listen() -> None:
+    names = list(Settings.model_fields)
+    assert names[:2] == ["host", "port"]
+    assert names == [name for group in GROUPS for name in group.model_fields]
+
+
+def test_a_size_is_told_from_a_number_by_its_setting() -> None:
+    sizes = [name for name, field in Settings.model_fields.items() if is_size(field)]
+    assert sizes == ["max_body_bytes", "segment_min_size", "kv_bytes", "swap_bytes"]
 
 
 def test_every_setting_is_documented_and_has_a_variable_and_a_flag() -> None:
