@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import RemoteProtocolError
-from common.ids import Epoch
+from common.ids import Epoch, TransferId
 from common.messages import codec as codec_module
 from common.messages.codec import (
     MAX_FRAMES,
@@ -17,7 +17,7 @@ from common.messages.codec import (
     Envelope,
 )
 from common.messages.control import ControllerToWorker, Fenced, Goodbye, WorkerToController
-from common.messages.handoff import PrefillToDecode, RenewLeases
+from common.messages.handoff import Commit, PrefillToDecode, RenewLeases
 from tests.support.message_builders import a_message, all_messages, an_example, codec_of
 
 ENVELOPE = Envelope("prefill-0", Epoch(5), 1, 2, "req-1")
@@ -207,7 +207,7 @@ WRONG_FIELDS = [
     Wrong("control.SubmitRequest", ("params", "top_p"), 0.0),
     Wrong("control.Cancel", ("choice",), 128),
     Wrong("control.Cancel", ("choice",), True),
-    Wrong("handoff.Commit", ("first_tokens",), ()),
+    Wrong("handoff.Commit", ("first_tokens",), None),
     Wrong("handoff.Commit", ("prefill_done_at",), float("inf")),
     Wrong("handoff.Commit", ("num_cached_tokens",), True),
     Wrong("handoff.PairAccepted", ("pool", "kind"), "vram", "pool"),
@@ -233,6 +233,18 @@ def test_a_field_of_the_wrong_type_or_out_of_bounds_is_refused_by_name(wrong: Wr
         codec.decode([msgpack.packb(parts)])
     path = wrong.told or ".".join(map(str, wrong.path))
     assert f"{message.__name__} from 'prefill-0': {path}" in str(refused.value)
+
+
+def test_a_prefix_is_committed_without_a_first_token() -> None:
+    commit = Commit(
+        transfer_id=TransferId("tr-1"),
+        num_tokens=64,
+        num_cached_tokens=0,
+        first_tokens=(),
+        prefill_done_at=0.0,
+    )
+    codec = codec_of(Commit)
+    assert codec.decode(codec.encode(ENVELOPE, commit)).message == commit
 
 
 def test_a_number_that_no_field_can_hold_is_our_bug_when_sent_and_never_leaves() -> None:
