@@ -15,6 +15,8 @@ BENCHMARKS = (
     "engine",
     "handoff_latency",
     "gateway_load",
+    "load_aware",
+    "chats",
 )
 """Modules of this folder; each has ``main(argv) -> int``, which is 0 when its targets are met."""
 
