@@ -14,6 +14,8 @@ import httpx
 import pytest
 from safetensors.numpy import save_file
 
+from common.messages.fields import Role
+from common.telemetry.story import read_log_folder
 from tests.support.answers import Answer, Json, events_of, gather_stream
 from tests.support.cluster import REPOSITORY
 from tests.support.served import (
@@ -128,6 +130,33 @@ def _check_status(served: Served) -> None:
     table = flowpath(served, "status")
     for word in ("prefill-0", "decode-0", "gateway-0", "ready", served.settings.model_name):
         assert word in table, word
+
+
+async def test_two_combined_workers_share_the_requests(tiny_model: Path) -> None:
+    values = {"model": str(tiny_model), "combined": True, "combined_workers": 2}
+    async with serving(values) as served, client_of(served) as client:
+        assert "processes  controller, combined-0, combined-1, gateway-0" in served.output
+        report = await served.wait_until("both are there", lambda found: len(found.workers) == 2)
+        assert [(worker.id, worker.role) for worker in report.workers] == [
+            ("combined-0", Role.COMBINED),
+            ("combined-1", Role.COMBINED),
+        ]
+        async with asyncio.TaskGroup() as group:
+            asked = [group.create_task(client.ask(CHAT, _question(n))) for n in range(8)]
+        assert [task.result().choices[0].finish_reason for task in asked] == ["length"] * 8
+        entries = list(read_log_folder(served.settings.log_dir))
+        started = {e.process for e in entries if e.event == "prefill_started"}
+        assert started == {"combined-0", "combined-1"}
+        assert not [e for e in entries if e.event == "handoff_accepted"], "nothing moves"
+        served.interrupt()
+        assert await served.ended() == 0
+
+
+def _question(number: int) -> Json:
+    """Ask what shares no block with another question and takes a while."""
+    words = f"{number} " * 200
+    body: Json = {"messages": [{"role": "user", "content": words}], "temperature": 0}
+    return {**body, "max_tokens": 200, "ignore_eos": True}
 
 
 async def test_sigterm_lets_streams_finish_and_takes_no_new_ones(tiny_model: Path) -> None:

@@ -89,7 +89,7 @@ async def _serve(settings: Settings, console: Console) -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         loop.add_signal_handler(number, supervisor.stop)
     usual = _TRANSPORTS.get(settings.transport, settings.transport)
-    transport = "local (one worker does both)" if settings.combined else usual
+    transport = "local (a worker does both)" if settings.combined else usual
     processes = ", ".join(spec.name for spec in specs)
     for name, value in (
         ("url", f"{settings.url}/v1"),

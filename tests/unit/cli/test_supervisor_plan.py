@@ -23,7 +23,25 @@ def test_every_worker_gets_a_process_between_controller_and_gateway() -> None:
         "gateway-0",
     ]
     assert names(Settings(prefill=2, combined=True)) == ["controller", "combined-0", "gateway-0"]
+    assert names(Settings(combined=True, combined_workers=2)) == [
+        "controller",
+        "combined-0",
+        "combined-1",
+        "gateway-0",
+    ]
     assert names(Settings(combined=True, gateways=3))[2:] == ["gateway-0", "gateway-1", "gateway-2"]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        Settings(prefill=2, decode=3, gateways=2, metrics_port_base=9000),
+        Settings(combined=True, combined_workers=3, metrics_port_base=9000),
+    ],
+)
+def test_every_process_has_a_metrics_port_of_its_own(settings: Settings) -> None:
+    ports = [settings.metrics_port(name) for name in names(settings)]
+    assert sorted(ports, key=str) == list(range(9000, 9000 + len(ports)))
 
 
 def test_the_gateway_ends_first_and_the_controller_last() -> None:
