@@ -36,6 +36,7 @@ from common.worker.emitter import TokenEmitter
 from common.worker.inbound import InboundHandoffs
 from common.worker.machine import Machine, build_machine
 from common.worker.outbound import OutboundHandoffs
+from common.worker.parts import Channels, WorkerParts
 from common.worker.setup import HandoffSetup
 from common.worker.transports import Transports, open_transports
 from common.worker.worker import HybridWorker
@@ -164,13 +165,15 @@ class _Incarnation:
             growth_tokens=GROWTH_BLOCKS * settings.block_size,
         )
         worker = HybridWorker(
-            self._id,
-            machine.engine,
-            hands.engine_thread,
-            blocks,
-            LocalScheduler(blocks, limits),
-            LocalBackend(machine.pool).open_peer(machine.pool.handle()),
-            settings.lease_seconds,
+            WorkerParts(
+                worker_id=self._id,
+                engine=machine.engine,
+                engine_thread=hands.engine_thread,
+                blocks=blocks,
+                scheduler=LocalScheduler(blocks, limits),
+                own_pool=LocalBackend(machine.pool).open_peer(machine.pool.handle()),
+                lease_seconds=settings.lease_seconds,
+            )
         )
         setup = HandoffSetup(
             tasks=tasks,
@@ -199,17 +202,17 @@ class _Incarnation:
             setup,
             hub,
             blocks,
-            worker.why_refuse_reservation,
-            worker.on_taken_over,
-            worker.on_dropped,
+            worker.requests.why_refuse_reservation,
+            worker.requests.on_taken_over,
+            worker.requests.on_dropped,
         )
         outbound = OutboundHandoffs(
             setup,
             hands.transports.backends,
             self._handoff_connector(context),
-            worker.on_handoff_ended,
+            worker.requests.on_handoff_ended,
         )
-        worker.attach(control, emitter, inbound, outbound)
+        worker.attach(Channels(control, emitter, inbound, outbound))
         with metrics_served(worker.metrics.registry, settings.metrics_port(self._id)):
             try:
                 tasks.create_task(control.receive(), name="control")

@@ -29,6 +29,7 @@ from common.worker.control import ControlLink
 from common.worker.emitter import TokenEmitter
 from common.worker.inbound import InboundHandoffs
 from common.worker.outbound import OutboundHandoffs
+from common.worker.parts import Channels, WorkerParts
 from common.worker.setup import HandoffSetup
 from common.worker.transports import open_transports
 from common.worker.worker import HybridWorker
@@ -97,13 +98,15 @@ class RunningWorker:
             growth_tokens=options.growth_tokens,
         )
         self.hybrid = HybridWorker(
-            WorkerId(name),
-            engine,
-            self._engine_thread,
-            self.blocks,
-            LocalScheduler(self.blocks, limits),
-            LocalBackend(self.pool).open_peer(self.pool.handle()),
-            options.lease_seconds,
+            WorkerParts(
+                worker_id=WorkerId(name),
+                engine=engine,
+                engine_thread=self._engine_thread,
+                blocks=self.blocks,
+                scheduler=LocalScheduler(self.blocks, limits),
+                own_pool=LocalBackend(self.pool).open_peer(self.pool.handle()),
+                lease_seconds=options.lease_seconds,
+            )
         )
 
     def _pace(self, rows: Sequence[StepRow]) -> None:
@@ -181,9 +184,9 @@ class RunningWorker:
                 setup,
                 hub,
                 self.blocks,
-                worker.why_refuse_reservation,
-                worker.on_taken_over,
-                worker.on_dropped,
+                worker.requests.why_refuse_reservation,
+                worker.requests.on_taken_over,
+                worker.requests.on_dropped,
             )
             outbound = OutboundHandoffs(
                 setup,
@@ -192,9 +195,9 @@ class RunningWorker:
                     for name, backend in self._transports.backends.items()
                 },
                 lambda endpoint: handoff_link(context, endpoint, identity),
-                worker.on_handoff_ended,
+                worker.requests.on_handoff_ended,
             )
-            worker.attach(control, emitter, inbound, outbound)
+            worker.attach(Channels(control, emitter, inbound, outbound))
             running = [
                 tasks.create_task(work)
                 for work in (

@@ -269,10 +269,11 @@ async def test_books_that_do_not_add_up_quarantine_a_worker_at_rest(tmp_path: Pa
         cluster.place("r", PROMPT, GREEDY, prefill="combined", decode=None)
         await cluster.answer("r")
         await worker.idle()
-        assert worker.hybrid.why_refuse() is None
+        assert worker.hybrid.availability.why_refuse() is None
         worker.blocks._num_holders[0] += 1
         await cluster.board.wait_for(
-            "the worker looked at its books", lambda: worker.hybrid.why_refuse() is not None
+            "the worker looked at its books",
+            lambda: worker.hybrid.availability.why_refuse() is not None,
         )
         cluster.place("s", PROMPT, GREEDY, prefill="combined", decode=None)
         failed = await cluster.heard("combined", RequestFailed, "s")

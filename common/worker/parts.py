@@ -1,0 +1,37 @@
+"""What a worker is put together from."""
+
+from concurrent.futures import Executor
+from dataclasses import dataclass
+
+from common.engine.interface import Engine
+from common.ids import WorkerId
+from common.kv.blocks import BlockManager
+from common.scheduler.local import LocalScheduler
+from common.transfer.backend import PeerLink
+from common.worker.control import ControlLink
+from common.worker.emitter import TokenEmitter
+from common.worker.inbound import InboundHandoffs
+from common.worker.outbound import OutboundHandoffs
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerParts:
+    """One engine with its thread, one pool with its books, and who plans. Leases are in seconds."""
+
+    worker_id: WorkerId
+    engine: Engine
+    engine_thread: Executor
+    blocks: BlockManager
+    scheduler: LocalScheduler
+    own_pool: PeerLink
+    lease_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Channels:
+    """How a worker is joined to the cluster: one end of every conversation."""
+
+    control: ControlLink
+    emitter: TokenEmitter
+    inbound: InboundHandoffs
+    outbound: OutboundHandoffs
