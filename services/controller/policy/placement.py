@@ -6,69 +6,20 @@ is full now may have room when the prefill ends, and says so itself when it has 
 able to pair; a pair that is known to work goes before one that is not known yet.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from enum import IntEnum
+from collections.abc import Iterable, Sequence
 
-from common.ids import Epoch, WorkerId
 from common.messages.fields import Role
+from services.controller.policy.views import Incarnation, Pairing, Placement, WorkerView
 
-
-class Pairing(IntEnum):
-    """Whether a prefill worker can hand over to a decode worker; the best is the least."""
-
-    WORKS = 0
-    UNKNOWN = 1
-    BROKEN = 2
-
-
-Incarnation = tuple[WorkerId, Epoch]
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerView:
-    """A worker as placement sees it; blocks and tokens include what was just assigned to it.
-
-    ``pairings`` are a prefill worker's with decode workers; those that are not in it are unknown.
-    """
-
-    worker_id: WorkerId
-    epoch: Epoch
-    role: Role
-    uncomputed_tokens: int
-    total_blocks: int
-    used_blocks: int
-    pairings: Mapping[Incarnation, Pairing] = field(default_factory=dict)
-
-    def pairing_with(self, decode: "WorkerView") -> Pairing:
-        """How the pair with a decode worker stands."""
-        return self.pairings.get((decode.worker_id, decode.epoch), Pairing.UNKNOWN)
-
-    @property
-    def used_share(self) -> float:
-        """Share of the pool that requests and transfers hold."""
-        return self.used_blocks / self.total_blocks if self.total_blocks else 1.0
-
-    @property
-    def can_prefill(self) -> bool:
-        """Whether its role computes prompts."""
-        return self.role in (Role.PREFILL, Role.COMBINED)
-
-    def can_hold(self, num_blocks: int) -> bool:
-        """Whether the empty pool would be large enough."""
-        return self.total_blocks >= num_blocks
-
-    def has_room(self, num_blocks: int) -> bool:
-        """Whether the pool has room now; cached blocks give way."""
-        return self.total_blocks - self.used_blocks >= num_blocks
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """The chosen sides; of a combined worker both are the same."""
-
-    prefill: WorkerView
-    decode: WorkerView
+__all__ = [
+    "Incarnation",
+    "Pairing",
+    "Placement",
+    "WorkerView",
+    "choose_decode",
+    "choose_sides",
+    "num_blocks_needed",
+]
 
 
 def num_blocks_needed(
