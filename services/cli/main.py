@@ -1,5 +1,6 @@
 """The commands of ``flowpath``."""
 
+import asyncio
 from pathlib import Path
 from typing import Annotated
 
@@ -7,6 +8,8 @@ import typer
 
 from common.config.load import LoadedSettings, load_settings
 from common.config.settings import Settings
+from common.messages.admin import RoleControl
+from services.cli import orders
 from services.cli.bench import app as bench
 from services.cli.check import print_settings
 from services.cli.flags import Load, with_settings
@@ -31,6 +34,16 @@ Config = Annotated[
 ]
 Port = Annotated[str | None, typer.Option("--port", help="HTTP port of the gateway.")]
 RunDir = Annotated[str | None, typer.Option("--run-dir", help="Folder of sockets.")]
+Worker = Annotated[
+    str, typer.Argument(help="Name of a worker, as `flowpath status` shows it.", metavar="WORKER")
+]
+Wait = Annotated[
+    bool, typer.Option("--wait", help="Return when it is done, and tell what is left.")
+]
+Timeout = Annotated[
+    float, typer.Option("--timeout", min=0.1, help="Longest wait.", metavar="SECONDS")
+]
+WAIT_SECONDS = 300.0
 LogDir = Annotated[str | None, typer.Option("--log-dir", help="Folder of log files.")]
 
 
@@ -108,6 +121,60 @@ def status(
 
     loaded = load_settings({"port": port, "run_dir": run_dir}, config)
     show_status(loaded.settings, as_json=as_json)
+
+
+@app.command("switch-role")
+@ends_by_name
+def switch_role(
+    worker: Worker,
+    role: Annotated[orders.GivenRole, typer.Argument(help="The role that it takes from now on.")],
+    wait: Wait = False,
+    timeout: Timeout = WAIT_SECONDS,
+    port: Port = None,
+    run_dir: RunDir = None,
+    config: Config = None,
+) -> None:
+    """Let a worker take the other role; its running requests go on."""
+    settings = load_settings({"port": port, "run_dir": run_dir}, config).settings
+    seconds = timeout if wait else None
+    asyncio.run(orders.switch_role(settings, worker, role, seconds, _tell))
+
+
+@app.command()
+@ends_by_name
+def roles(
+    control: Annotated[
+        RoleControl,
+        typer.Argument(help="auto: load gives the roles. manual: only `flowpath switch-role`."),
+    ],
+    port: Port = None,
+    run_dir: RunDir = None,
+    config: Config = None,
+) -> None:
+    """Let load give the workers their roles, or only the operator."""
+    settings = load_settings({"port": port, "run_dir": run_dir}, config).settings
+    asyncio.run(orders.set_role_control(settings, control, _tell))
+
+
+@app.command()
+@ends_by_name
+def drain(
+    worker: Worker,
+    undo: Annotated[bool, typer.Option("--undo", help="Let it take work again.")] = False,
+    wait: Wait = False,
+    timeout: Timeout = WAIT_SECONDS,
+    port: Port = None,
+    run_dir: RunDir = None,
+    config: Config = None,
+) -> None:
+    """Let a worker take no new work and hand its decodes over; its process stays."""
+    settings = load_settings({"port": port, "run_dir": run_dir}, config).settings
+    seconds = timeout if wait else None
+    asyncio.run(orders.drain(settings, worker, not undo, seconds, _tell))
+
+
+def _tell(line: str) -> None:
+    out().print(line, markup=False)
 
 
 @app.command()

@@ -10,24 +10,15 @@ from rich.table import Table
 
 from common.config.host import host_name
 from common.config.settings import Settings
-from common.errors import ConfigError
 from common.messages.admin import StatusReport, WorkerStatus
 from common.messages.fields import WorkerState
-from services.cli.admin import ask_status
+from services.cli.admin import need_status
 from services.cli.terminal import out
-
-DEADLINE_SECONDS = 3.0
 
 
 def show_status(settings: Settings, *, as_json: bool) -> None:
     """Print the cluster's state. ConfigError when no controller answers in time."""
-    report = asyncio.run(ask_status(settings, DEADLINE_SECONDS))
-    if report is None:
-        raise ConfigError(
-            f"no controller answered at {settings.run_dir} within {DEADLINE_SECONDS:g} s; is "
-            "`flowpath serve` or `flowpath controller` running for this user, port and "
-            "FLOWPATH_RUN_DIR? Of several hosts, run this on the controller's"
-        )
+    report = asyncio.run(need_status(settings))
     if as_json:
         out().print(status_json(report), markup=False)
         return
@@ -51,22 +42,57 @@ def status_tables(report: StatusReport) -> list[Table | str]:
         f"{state}  model {report.model_name or '-'}  "
         f"{report.num_requests} requests  up {report.uptime_seconds:.0f} s"
     )
-    return [head, _workers(report), _gateways(report)]
+    scheduling = (
+        f"policy {report.policy}  roles {report.role_control}  load {escape(report.scenario)}"
+    )
+    return [head, scheduling, _workers(report), _loads(report), _gateways(report)]
 
 
 def _workers(report: StatusReport) -> Table:
     names = ("worker", "host", "pid", "role", "state", "blocks", "free", "referenced", "cached")
-    workers = Table(*names, "in transfer", "waiting", "decoding", "peers", box=None, pad_edge=False)
+    workers = Table(*names, "in transfer", "peers", box=None, pad_edge=False)
     for worker in report.workers:
-        kv, load = worker.kv, worker.load
+        kv = worker.kv
         counts = (kv.total, kv.free, kv.referenced, kv.cached, kv.in_transfer) if kv else ()
-        loads = (load.num_waiting, load.num_decoding) if load else ()
         cells = [str(count) for count in counts] or ["-"] * 5
-        cells += [str(count) for count in loads] or ["-"] * 2
         peers = "\n".join(_peers(worker, report)) or "-"
         who = (worker.id, escape(host_name(worker.host)), str(worker.pid), worker.role)
         workers.add_row(*who, worker.state, *cells, peers)
     return workers
+
+
+def _loads(report: StatusReport) -> Table:
+    queues = ("waiting", "prefill", "sending", "receiving", "decoding", "swapped")
+    rates = ("prefill tok/s", "decode tok/s", "ms/token")
+    loads = Table("worker", "mode", *queues, "uncomputed", *rates, box=None, pad_edge=False)
+    for worker in report.workers:
+        cells = (*_load_cells(worker), *_rate_cells(worker))
+        loads.add_row(worker.id, worker.mode.replace("_", "-"), *cells)
+    return loads
+
+
+def _load_cells(worker: WorkerStatus) -> list[str]:
+    load = worker.load
+    if load is None:
+        return ["-"] * 7
+    counts = (
+        *(load.num_waiting, load.num_prefilling, load.num_sending, load.num_receiving),
+        *(load.num_decoding, load.num_swapped, load.uncomputed_tokens),
+    )
+    return [str(count) for count in counts]
+
+
+def _rate_cells(worker: WorkerStatus) -> list[str]:
+    """Return the measured rates; a dash where nothing was measured yet."""
+    rates = worker.rates
+    if rates is None:
+        return ["-"] * 3
+    measured = (
+        (rates.prefill_tokens_per_second, 0),
+        (rates.decode_tokens_per_second, 0),
+        (rates.decode_step_seconds * 1000, 1),
+    )
+    return [f"{value:.{digits}f}" if value else "-" for value, digits in measured]
 
 
 def _peers(worker: WorkerStatus, report: StatusReport) -> Iterator[str]:

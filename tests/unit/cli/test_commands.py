@@ -11,8 +11,12 @@ from typer.testing import CliRunner
 
 from common.config.environment import environment
 from common.config.settings import Settings
+from common.ids import WorkerId
+from common.messages.admin import OrderDrain, OrderRole, OrderRoles, RoleControl
+from common.messages.fields import Role
 from common.models.default_names import FOLDER_NAME
 from common.transport.security import Keys, make_keys
+from services.cli.admin import Order
 from services.cli.main import app
 from services.cli.supervisor.serve import told_dtype
 
@@ -224,13 +228,57 @@ def test_a_run_dir_that_others_can_enter_ends_serve_with_code_2(tmp_path: Path) 
     assert stat.S_IMODE(run_dir.stat().st_mode) == 0o755
 
 
-def test_status_without_a_controller_ends_with_code_2_and_says_where_it_looked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("status", "--json"),
+        ("switch-role", "decode-0", "prefill", "--wait"),
+        ("roles", "manual"),
+        ("drain", "decode-0"),
+    ],
+)
+def test_a_command_without_a_controller_ends_with_code_2_and_says_where_it_looked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
 ) -> None:
-    monkeypatch.setattr("services.cli.status.DEADLINE_SECONDS", 0.05)
-    code, out, err = run("status", "--json")
+    monkeypatch.setattr("services.cli.admin.DEADLINE_SECONDS", 0.05)
+    code, out, err = run(*arguments)
     assert (code, out) == (2, "")
     assert f"no controller answered at {tmp_path / 'run'}" in err
+
+
+class Given:
+    """Notes the order that a command gives, in the controller's place."""
+
+    def __init__(self) -> None:
+        self.orders: list[Order] = []
+
+    async def __call__(self, _settings: Settings, order: Order) -> str:
+        self.orders.append(order)
+        return "[ordered]"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "order"),
+    [
+        (("switch-role", "w-1", "decode"), OrderRole(worker_id=WorkerId("w-1"), role=Role.DECODE)),
+        (("roles", "auto"), OrderRoles(control=RoleControl.AUTO)),
+        (("drain", "w-1"), OrderDrain(worker_id=WorkerId("w-1"), is_draining=True)),
+        (("drain", "w-1", "--undo"), OrderDrain(worker_id=WorkerId("w-1"), is_draining=False)),
+    ],
+)
+def test_a_command_gives_its_order_and_prints_the_answer(
+    monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], order: Order
+) -> None:
+    given = Given()
+    monkeypatch.setattr("services.cli.orders.give_order", given)
+    assert run(*arguments) == (0, "[ordered]\n", "")
+    assert given.orders == [order]
+
+
+def test_a_worker_cannot_be_told_to_be_combined() -> None:
+    code, _, err = run("switch-role", "w-1", "combined")
+    assert code == 2
+    assert "'prefill'" in err
 
 
 def test_an_address_of_another_host_ends_a_worker_before_it_loads_anything(

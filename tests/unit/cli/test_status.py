@@ -6,7 +6,15 @@ from rich.console import Console
 
 from common.ids import Epoch, GatewayId, WorkerId
 from common.messages.admin import GatewayStatus, RoleControl, StatusReport, WorkerStatus
-from common.messages.fields import KVCounts, Mode, PairStatus, Role, WorkerLoad, WorkerState
+from common.messages.fields import (
+    KVCounts,
+    Mode,
+    PairStatus,
+    Role,
+    WorkerLoad,
+    WorkerRates,
+    WorkerState,
+)
 from services.cli.status import status_json, status_tables
 
 NO = "it does not let our key in [no markup]"
@@ -35,19 +43,24 @@ REPORT = StatusReport(
             ),
             load=WorkerLoad(
                 num_waiting=7,
-                num_prefilling=0,
-                num_sending=0,
-                num_receiving=0,
+                num_prefilling=1,
+                num_sending=2,
+                num_receiving=3,
                 num_decoding=8,
-                uncomputed_tokens=0,
+                num_swapped=4,
+                uncomputed_tokens=900,
                 num_steps=9,
             ),
             pairs=(
                 PairStatus(worker_id=WorkerId("decode-0"), epoch=Epoch(6), transport="", reason=NO),
                 PairStatus(worker_id=WorkerId("gone"), epoch=Epoch(1), transport="tcp", reason=""),
             ),
-            mode=Mode.BALANCED,
-            rates=None,
+            mode=Mode.PREFILL_LED,
+            rates=WorkerRates(
+                prefill_tokens_per_second=1234.4,
+                decode_step_seconds=0.0205,
+                decode_tokens_per_second=0.0,
+            ),
         ),
         WorkerStatus(
             id=WorkerId("decode-0"),
@@ -99,25 +112,28 @@ def printed(report: StatusReport) -> list[str]:
     return [" ".join(line.split()) for line in sink.getvalue().splitlines()]
 
 
-def test_people_get_a_table_of_workers_and_gateways() -> None:
+def test_people_get_tables_of_workers_their_load_and_gateways() -> None:
     lines = printed(REPORT)
     assert lines[0] == "not ready: no decode worker is ready model toy 2 requests up 12 s"
+    assert lines[1] == "policy flowkv roles auto load normal"
     unpaired = f"unpaired: {NO}"
-    assert lines[2] == f"prefill-0 a 11 prefill ready 10 4 3 2 1 7 8 decode-0 {unpaired}"
-    assert lines[3] == f"decode-0 b 12 decode draining - - - - - - - prefill-0 {unpaired}"
-    assert lines[5] == "gateway-0 a 13 ready http://127.0.0.1:1 2"
+    assert lines[3] == f"prefill-0 a 11 prefill ready 10 4 3 2 1 decode-0 {unpaired}"
+    assert lines[4] == f"decode-0 b 12 decode draining - - - - - prefill-0 {unpaired}"
+    assert lines[6] == "prefill-0 prefill-led 7 1 2 3 8 4 900 1234 - 20.5"
+    assert lines[7] == "decode-0 balanced - - - - - - - - - -"
+    assert lines[9] == "gateway-0 a 13 ready http://127.0.0.1:1 2"
 
 
 def test_a_pair_that_works_is_told_with_its_transport() -> None:
     pair = PairStatus(worker_id=WorkerId("decode-0"), epoch=Epoch(6), transport="tcp", reason="")
     prefill = replace(REPORT.workers[0], pairs=(pair,))
     lines = printed(replace(REPORT, workers=(prefill, REPORT.workers[1])))
-    assert lines[2].endswith("7 8 decode-0 tcp")
-    assert lines[3].endswith("- - prefill-0 tcp")
+    assert lines[3].endswith("2 1 decode-0 tcp")
+    assert lines[4].endswith("- - prefill-0 tcp")
 
 
 def test_a_cluster_whose_gateways_drain_is_draining() -> None:
     draining = replace(REPORT.gateways[0], is_draining=True)
     lines = printed(replace(REPORT, is_ready=True, reason="", gateways=(draining,)))
     assert lines[0].startswith("draining model toy")
-    assert lines[5] == "gateway-0 a 13 draining http://127.0.0.1:1 2"
+    assert lines[9] == "gateway-0 a 13 draining http://127.0.0.1:1 2"
