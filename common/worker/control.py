@@ -28,17 +28,19 @@ from common.messages.control import (
     SetDraining,
     SwitchRole,
     WorkerAccepted,
-    WorkerHello,
     WorkerToController,
 )
 from common.transport.hello import RefusedHello
 from common.transport.sockets import DealerLink
+from common.worker.own_role import OwnRole
 
 log = structlog.get_logger()
 
 HELLO_RETRY_SECONDS = 1.0
 TRIES_PER_LINE = 15
 CATCH_UP_SECONDS = 1.0
+MIN_BEAT_SECONDS = 0.02
+"""Between two heartbeats, however much there is to tell."""
 
 Order = (
     PlaceRequest
@@ -70,13 +72,13 @@ class ControlLink:
     def __init__(
         self,
         link: DealerLink[WorkerToController, ControllerToWorker],
-        hello: WorkerHello,
+        own: OwnRole,
         heartbeat: Callable[[], Heartbeat],
         on_order: Callable[[Order, tuple[bytes, ...]], None],
         death_seconds: float,
     ) -> None:
         self._link = link
-        self._hello = hello
+        self._own = own
         self._heartbeat = heartbeat
         self._on_order = on_order
         self._heartbeat_seconds = HELLO_RETRY_SECONDS
@@ -89,6 +91,7 @@ class ControlLink:
         self._is_silent = False
         self._awaited_sequence = 0
         self._caught_up = asyncio.Event()
+        self._hurry = asyncio.Event()
 
     def send(self, message: WorkerToController, cause: str) -> None:
         """Report to the controller."""
@@ -109,11 +112,11 @@ class ControlLink:
                 case HelloRefused():
                     self._refusal.refused(message)
                 case HelloRequested():
-                    if message.epoch == self._hello.peer.epoch:
+                    if message.epoch == self._own.info.epoch:
                         self._is_new_controller = True
-                        self._link.try_send(self._hello, "hello requested")
+                        self._link.try_send(self._own.hello, "hello requested")
                 case Fenced():
-                    if message.epoch == self._hello.peer.epoch:
+                    if message.epoch == self._own.info.epoch:
                         raise WasFenced(message.message)
                 case HeartbeatAnswered():
                     if message.sequence >= self._awaited_sequence:
@@ -149,7 +152,7 @@ class ControlLink:
         """Say hello until accepted, then send heartbeats for ever."""
         num_tries = 0
         while not self._is_registered:
-            self._link.try_send(self._hello, "start")
+            self._link.try_send(self._own.hello, "start")
             try:
                 async with asyncio.timeout(HELLO_RETRY_SECONDS):
                     await self._accepted.wait()
@@ -158,9 +161,17 @@ class ControlLink:
                     log.warning("waiting_for_controller", endpoint=self._link.endpoint)
                 num_tries += 1
         while True:
+            self._hurry.clear()
             self._link.try_send(self._heartbeat(), "heartbeat")
-            await asyncio.sleep(self._heartbeat_seconds)
+            await asyncio.sleep(min(MIN_BEAT_SECONDS, self._heartbeat_seconds))
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._heartbeat_seconds - MIN_BEAT_SECONDS):
+                    await self._hurry.wait()
             self._note_silence()
+
+    def beat_soon(self) -> None:
+        """Send the next heartbeat at once, or as soon as ``MIN_BEAT_SECONDS`` have passed."""
+        self._hurry.set()
 
     async def catch_up(self, cause: str) -> None:
         """Send a heartbeat, and take all that the controller ordered before it read that.

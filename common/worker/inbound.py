@@ -239,7 +239,7 @@ class InboundHandoffs:
                 self._bury(old, "was replaced by a new incarnation")
         self._peers.add(peer, request.peer, chosen)
         accepted = PairAccepted(
-            epoch=self._setup.self_info.epoch,
+            epoch=self._setup.own.info.epoch,
             transport=chosen.name,
             pool=chosen.handle(),
             lease_seconds=self._setup.lease_seconds,

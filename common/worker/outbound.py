@@ -137,7 +137,7 @@ class OutboundHandoffs:
             peer = DecodePeer(info, link, self._setup.lease_seconds, now, now)
             self._peers[key] = peer
             request = PairRequest(
-                peer=self._setup.self_info, model_fingerprint=self._setup.model_fingerprint
+                peer=self._setup.own.info, model_fingerprint=self._setup.model_fingerprint
             )
             peer.link.try_send(request, cause="pairing")
             self._setup.tasks.create_task(self._serve(peer), name=f"handoff to {info.worker_id}")

@@ -23,7 +23,7 @@ class PairedPeers:
 
     def export_for(self, request: PairRequest) -> PoolExport | PairRefused:
         """Choose how a peer may write, or say which field forbids it, with both values."""
-        mine: PeerInfo = self._setup.self_info
+        mine: PeerInfo = self._setup.own.info
         for name, expected, actual in (
             ("model_fingerprint", self._setup.model_fingerprint, request.model_fingerprint),
             ("dtype", mine.dtype, request.peer.dtype),
@@ -40,7 +40,7 @@ class PairedPeers:
         """Pair with an incarnation, in place of its worker's earlier one."""
         self.drop_others(peer)
         self._exports[peer] = export
-        if info.host == self._setup.self_info.host:
+        if info.host == self._setup.own.info.host:
             self._pids[peer] = info.pid
             self._watch.gone_of(self._pids.values())  # notes when the process began
 

@@ -12,6 +12,7 @@ from common.worker.control import ControlLink
 from common.worker.emitter import TokenEmitter
 from common.worker.inbound import InboundHandoffs
 from common.worker.outbound import OutboundHandoffs
+from common.worker.own_role import OwnRole
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +30,11 @@ class WorkerParts:
 
 @dataclass(frozen=True, slots=True)
 class Channels:
-    """How a worker is joined to the cluster: one end of every conversation."""
+    """How a worker is joined to the cluster: one end of every conversation, and
+    what it tells of itself there."""
 
     control: ControlLink
     emitter: TokenEmitter
     inbound: InboundHandoffs
     outbound: OutboundHandoffs
+    own: OwnRole

@@ -36,6 +36,7 @@ from common.worker.emitter import TokenEmitter
 from common.worker.inbound import InboundHandoffs
 from common.worker.machine import Machine, build_machine
 from common.worker.outbound import OutboundHandoffs
+from common.worker.own_role import OwnRole
 from common.worker.parts import Channels, WorkerParts
 from common.worker.setup import HandoffSetup
 from common.worker.transports import Transports, open_transports
@@ -66,11 +67,10 @@ def run(settings: Settings, role: Role, worker_id: str) -> int:
         machine = build_machine(settings, worker_id)
         gc.freeze()
         while True:
-            is_fenced = uvloop.run(
-                _Incarnation(settings, role, WorkerId(worker_id), machine).live()
-            )
-            if not is_fenced:
+            incarnation = _Incarnation(settings, role, WorkerId(worker_id), machine)
+            if not uvloop.run(incarnation.live()):
                 return 0
+            role = incarnation.role
     except ConfigError as error:
         log.error("cannot_serve", reason=str(error))  # told, not traced
         raise
@@ -88,13 +88,16 @@ class _Hands:
 
 
 class _Incarnation:
-    """One life of a worker in the cluster, with an epoch of its own."""
+    """One life of a worker in the cluster, with an epoch of its own.
+
+    ``role`` is the one that it begins with, and after its end the one that it had last.
+    """
 
     def __init__(
         self, settings: Settings, role: Role, worker_id: WorkerId, machine: Machine
     ) -> None:
         self._settings = settings
-        self._role = role
+        self.role = role
         self._id = worker_id
         self._machine = machine
         self._identity = Identity(worker_id, new_epoch())
@@ -157,6 +160,7 @@ class _Incarnation:
             Codec(PrefillToDecode),
         )
         hello = self._hello(hub.endpoint, hands.transports.names)
+        own = OwnRole(self._identity, hello)
         blocks = self._blocks(hello)
         limits = SchedulerLimits(
             max_num_batched_tokens=machine.max_num_batched_tokens,
@@ -180,7 +184,7 @@ class _Incarnation:
             copier=hands.copier,
             pool=machine.pool,
             exports=hands.transports.exports,
-            self_info=hello.peer,
+            own=own,
             model_fingerprint=hello.model_fingerprint,
             lease_seconds=settings.lease_seconds,
             block_size=settings.block_size,
@@ -194,9 +198,7 @@ class _Incarnation:
             Codec(WorkerToController),
             Codec(ControllerToWorker),
         )
-        control = ControlLink(
-            link, hello, worker.heartbeat, worker.on_order, settings.death_seconds
-        )
+        control = ControlLink(link, own, worker.heartbeat, worker.on_order, settings.death_seconds)
         emitter = TokenEmitter(self._connector(context))
         inbound = InboundHandoffs(
             setup,
@@ -212,7 +214,7 @@ class _Incarnation:
             self._handoff_connector(context),
             worker.requests.on_handoff_ended,
         )
-        worker.attach(Channels(control, emitter, inbound, outbound))
+        worker.attach(Channels(control, emitter, inbound, outbound, own))
         with metrics_served(worker.metrics.registry, settings.metrics_port(self._id)):
             try:
                 tasks.create_task(control.receive(), name="control")
@@ -227,6 +229,7 @@ class _Incarnation:
                 emitter.close(LAST_WORDS_SECONDS)
                 raise _Stopped
             finally:
+                self.role = own.role
                 link.close(LAST_WORDS_SECONDS)
                 outbound.close()
                 hub.close()
@@ -236,7 +239,7 @@ class _Incarnation:
         peer = PeerInfo(
             worker_id=self._id,
             epoch=self._identity.epoch,
-            role=self._role,
+            role=self.role,
             pid=os.getpid(),
             host=host_id(),
             handoff_endpoint=endpoint,

@@ -6,13 +6,13 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 
 from common.kv.pool import BlockPool
-from common.messages.fields import PeerInfo
 from common.transfer.backend import PoolExport
+from common.worker.own_role import OwnRole
 
 
 @dataclass(frozen=True, slots=True)
 class HandoffSetup:
-    """The worker's task group, copy thread, pool and identity.
+    """The worker's task group, copy thread, pool, and what it tells of itself (``own``).
 
     ``exports`` are the transports that peers may use, by name. Leases are in seconds,
     ``block_size`` in tokens; ``growth_tokens`` is the room for output that a reservation asks for
@@ -23,7 +23,7 @@ class HandoffSetup:
     copier: Executor
     pool: BlockPool
     exports: Mapping[str, PoolExport]
-    self_info: PeerInfo
+    own: OwnRole
     model_fingerprint: str
     lease_seconds: float
     block_size: int

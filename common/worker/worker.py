@@ -25,15 +25,17 @@ from common.messages.control import (
     PlaceDecode,
     PlacementUnknown,
     PlaceRequest,
+    RoleSwitched,
     SetDraining,
     SwitchRole,
     WorkerAccepted,
 )
-from common.messages.fields import Mode, PeerInfo, Role, WorkerRates
+from common.messages.fields import Mode, Role, WorkerRates
 from common.messages.handoff import AbortReason
 from common.telemetry.metrics import WorkerMetrics
 from common.worker.availability import Availability
 from common.worker.control import Order
+from common.worker.known_peers import KnownPeers
 from common.worker.measures import StepClock, take_heartbeat
 from common.worker.parts import Channels, WorkerParts
 from common.worker.requests import WorkerRequests
@@ -55,7 +57,7 @@ class HybridWorker:
         self._scheduler = parts.scheduler
         self._lease_seconds = parts.lease_seconds
         self._wake = asyncio.Event()
-        self._role: Role | None = None
+        self._peers = KnownPeers()
         self.metrics = WorkerMetrics()
         self.availability = Availability(parts.worker_id)
         self.requests = WorkerRequests(parts, self.availability, self.metrics, self._wake)
@@ -65,6 +67,7 @@ class HybridWorker:
         self._control = channels.control
         self._inbound = channels.inbound
         self._outbound = channels.outbound
+        self._own = channels.own
         self.requests.attach(channels)
 
     # ---- orders of the controller ----------------------------------------------------------------
@@ -73,14 +76,16 @@ class HybridWorker:
         """Carry out one order."""
         match order:
             case WorkerAccepted():
-                self._role = order.role
+                self._own.take(order.role, order.role_generation)
+                self._peers.replace(order.peers)
                 self.requests.tell_refused_again()
-                for peer in order.peers:
-                    self._pair(peer)
+                self._pair()
             case PeerJoined():
-                self._pair(order.peer)
+                self._peers.add(order.peer)
+                self._pair()
             case PeerLeft():
                 reason = f"left: {order.reason}"
+                self._peers.discard(order.worker_id, order.epoch)
                 self._outbound.peer_left(order.worker_id, order.epoch, reason)
                 self._inbound.peer_left(order.worker_id, order.epoch, reason)
             case PlaceRequest():
@@ -91,22 +96,43 @@ class HybridWorker:
                 self.requests.placement_unknown(order.request_id)
             case Cancel():
                 self.requests.cancel(order)
-            case (
-                SwitchRole()
-                | Directive()
-                | SetDraining()
-                | MigrateDecode()
-                | CopyPrefix()
-                | KVIndexRequested()
-            ):
+            case SwitchRole():
+                self._switch_role(order)
+            case SetDraining():
+                self._set_draining(is_draining=order.is_draining)
+            case Directive() | MigrateDecode() | CopyPrefix() | KVIndexRequested():
                 log.warning("order_ignored", order=type(order).__name__)
             case _:
                 assert_never(order)
         self._wake.set()
 
-    def _pair(self, peer: PeerInfo) -> None:
-        if self._role is Role.PREFILL and peer.role is Role.DECODE:
-            self._outbound.pair(peer)
+    def _pair(self) -> None:
+        """Pair with those that the roles call for; others are paired with when they are named."""
+        if self._own.role is Role.PREFILL:
+            for peer in self._peers.of_role(Role.DECODE):
+                self._outbound.pair(peer)
+
+    def _switch_role(self, order: SwitchRole) -> None:
+        before = self._own.role
+        if self._own.switch(order):
+            log.info(
+                "role_switched",
+                before=before,
+                role=order.role,
+                role_generation=order.role_generation,
+                num_requests=len(self._scheduler.request_ids()),
+            )
+            self._pair()
+        else:
+            log.info("stale_order_ignored", order="SwitchRole", generation=order.role_generation)
+        switched = RoleSwitched(role=self._own.role, role_generation=self._own.generation)
+        self._control.send(switched, "role")
+
+    def _set_draining(self, *, is_draining: bool) -> None:
+        if is_draining is not self.availability.is_ordered_to_drain:
+            log.info("drain_ordered" if is_draining else "drain_undone")
+        self.availability.is_ordered_to_drain = is_draining
+        self._control.beat_soon()
 
     # ---- steps and time --------------------------------------------------------------------------
 
@@ -190,7 +216,7 @@ class HybridWorker:
 
     async def drain(self, seconds: float) -> bool:
         """Take nothing new and wait for what runs; return whether all of it ended in time."""
-        self.availability.is_draining = True
+        self.availability.is_shutting_down = True
         deadline = monotonic() + seconds
         log.info("draining", num_requests=len(self._scheduler.request_ids()), seconds=seconds)
         await self._control.catch_up("draining")  # what was placed here before is refused by name

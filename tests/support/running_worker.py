@@ -29,6 +29,7 @@ from common.worker.control import ControlLink
 from common.worker.emitter import TokenEmitter
 from common.worker.inbound import InboundHandoffs
 from common.worker.outbound import OutboundHandoffs
+from common.worker.own_role import OwnRole
 from common.worker.parts import Channels, WorkerParts
 from common.worker.setup import HandoffSetup
 from common.worker.transports import open_transports
@@ -154,6 +155,7 @@ class RunningWorker:
             max_num_batched_tokens=512,
             max_num_seqs=64,
         )
+        own = OwnRole(identity, hello)
         link: DealerLink[WorkerToController, ControllerToWorker] = DealerLink(
             context,
             CONTROL,
@@ -173,13 +175,13 @@ class RunningWorker:
                 copier=self.copier,
                 pool=self.pool,
                 exports=self._transports.exports,
-                self_info=info,
+                own=own,
                 model_fingerprint=MODEL,
                 lease_seconds=self._options.lease_seconds,
                 block_size=LAYOUT.block_size,
                 growth_tokens=self._options.growth_tokens,
             )
-            control = ControlLink(link, hello, worker.heartbeat, worker.on_order, DEATH_SECONDS)
+            control = ControlLink(link, own, worker.heartbeat, worker.on_order, DEATH_SECONDS)
             inbound = InboundHandoffs(
                 setup,
                 hub,
@@ -197,7 +199,7 @@ class RunningWorker:
                 lambda endpoint: handoff_link(context, endpoint, identity),
                 worker.requests.on_handoff_ended,
             )
-            worker.attach(Channels(control, emitter, inbound, outbound))
+            worker.attach(Channels(control, emitter, inbound, outbound, own))
             running = [
                 tasks.create_task(work)
                 for work in (

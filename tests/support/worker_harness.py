@@ -7,7 +7,7 @@ deadline and ends as soon as a message makes it true.
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -121,6 +121,14 @@ class Harness:
                     self.told.append((sender, received.message))
             self.board.post()
 
+    def tell_role(self, worker: str, role: Role) -> PeerInfo:
+        """Tell every other worker that this one has another role now."""
+        peer = replace(self._peers[worker], role=role)
+        self._peers[worker] = peer
+        for other in self._registered - {worker}:
+            self.order(other, PeerJoined(peer=peer))
+        return peer
+
     def introduce(self, peer: PeerInfo) -> None:
         """Add a scripted peer, which no worker pairs with before it is told of it."""
         self._peers[peer.worker_id] = peer
@@ -172,8 +180,8 @@ class Harness:
             left = PeerLeft(worker_id=peer.worker_id, epoch=peer.epoch, reason="died")
             self.order(mourner, left)
 
-    async def heard(self, worker: str, kind: type[M], request: str) -> M:
-        """Wait for a worker's report on a request, and take it."""
+    async def heard(self, worker: str, kind: type[M], request: str | None = None) -> M:
+        """Wait for a worker's report on a request, or on itself, and take it."""
 
         def find() -> WorkerToController | None:
             for sender, message in self.told:
