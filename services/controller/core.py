@@ -34,6 +34,7 @@ from common.messages.control import (
 )
 from common.messages.fields import Role
 from services.controller.admission import check_gateway, check_name, check_worker
+from services.controller.decode_placer import DecodePlacer
 from services.controller.dispatcher import Dispatcher, Refusal, refuse
 from services.controller.effects import (
     CoreEvent,
@@ -67,6 +68,7 @@ class ControllerCore:
         self.started_at = now
         self._limits = limits
         self._dispatcher = Dispatcher(self.members, self.book, limits)
+        self._decode_placer = DecodePlacer(self.members, self.book, limits)
         self._lifecycle = RequestLifecycle(self.book, limits, self.members)
         self._strangers = Strangers(TELL_AGAIN_SECONDS)
         self._refused = Strangers(LOG_AGAIN_SECONDS)
@@ -143,12 +145,12 @@ class ControllerCore:
                 note = Note("placement_unknown", cause, message.request_id)
                 return [note, Send(key, unknown, cause)]
             case DecodeRefused():
-                return self._dispatcher.decode_refused(key, message, cause, now)
+                return self._decode_placer.decode_refused(key, message, cause, now)
             case DecodeStarted():
                 return self._lifecycle.decode_started(key, message, cause, now)
             case RequestFinished():
                 effects = self._lifecycle.finished(key, message, cause, now)
-                return [*effects, *self._dispatcher.retry_waiting(cause, now)]
+                return [*effects, *self._place_waiting(cause, now)]
             case RequestFailed():
                 return self._request_failed(worker, message, cause, now)
             case KVIndexEvents() | RoleSwitched() | MigrationFailed():
@@ -156,7 +158,7 @@ class ControllerCore:
             case Goodbye(reason=reason):
                 told = f"worker {key[0]} left: {reason}"
                 effects = self._lose_worker(worker, ErrorCode.SHUTTING_DOWN, told, cause, now)
-                return [*effects, *self._dispatcher.retry_waiting(cause, now)]
+                return [*effects, *self._place_waiting(cause, now)]
             case (
                 WorkerHello()
                 | GatewayHello()
@@ -215,7 +217,7 @@ class ControllerCore:
         return [
             *_state_changed(worker, before, cause),
             *(effects or self._lifecycle.failed(worker.key, message, cause, now)),
-            *self._dispatcher.retry_waiting(cause, now),
+            *self._place_waiting(cause, now),
         ]
 
     def _cancel_everywhere(self, message: CancelRequest, cause: str) -> list[Effect]:
@@ -290,7 +292,7 @@ class ControllerCore:
             peers=tuple(w.peer for other, w in self.members.workers.items() if other != key),
         )
         effects.append(Send(key, accepted, cause))
-        return [*effects, *self._dispatcher.retry_waiting(cause, now)]
+        return [*effects, *self._place_waiting(cause, now)]
 
     def _heartbeat(
         self, worker: WorkerRecord, heartbeat: Heartbeat, envelope: Envelope, now: float
@@ -315,7 +317,7 @@ class ControllerCore:
             answer,
             *pairs,
             *_state_changed(worker, before, cause),
-            *self._dispatcher.retry_waiting(cause, now),
+            *self._place_waiting(cause, now),
         ]
 
     def _lose_worker(
@@ -411,7 +413,12 @@ class ControllerCore:
             if life.is_dead:
                 effects += self._lose_gateway(gateway, life.reason, cause, now)
         effects += self._lifecycle.tick(cause, now)
-        return [*effects, *self._dispatcher.retry_waiting(cause, now)]
+        return [*effects, *self._place_waiting(cause, now)]
+
+    def _place_waiting(self, cause: str, now: float) -> list[Effect]:
+        """Place what waits: decodes that hold a prefill side's blocks before prompts."""
+        decodes = self._decode_placer.retry_waiting(cause, now)
+        return [*decodes, *self._dispatcher.dispatch_queued(cause, now)]
 
     def _send_failed(self, send: Send, now: float) -> list[Effect]:
         """Take a peer that cannot be reached for dead; what was for it goes elsewhere or ends."""
@@ -425,7 +432,7 @@ class ControllerCore:
         if (gateway := self.members.gateways.get(key)) is not None:
             told = f"it was not reached with {type(send.message).__name__}"
             effects += self._lose_gateway(gateway, told, cause, now)
-        return effects
+        return [*effects, *self._place_waiting(cause, now)]
 
 
 def _state_changed(worker: WorkerRecord, before: str, cause: str) -> list[Effect]:

@@ -111,7 +111,8 @@ class RequestLifecycle:
         limits = self._limits
         effects: list[Effect] = []
         for record in list(self._book.requests.values()):
-            if now - record.placed_at > limits.refusal_seconds:
+            is_placed = record.phase is RequestPhase.PLACED
+            if is_placed and now - record.placed_at > limits.refusal_seconds:
                 record.forget_prompt()
             if record.cancelled_at is not None:
                 if now - record.cancelled_at > CANCEL_REPORT_SECONDS:
@@ -123,6 +124,11 @@ class RequestLifecycle:
                 told = f"the request took over request_timeout_seconds = {timeout:g}"
                 event = machine.DeadlinePassed(ErrorCode.DEADLINE_EXCEEDED, told)
                 effects += self._book.step(record.request_id, event, cause, now)
+            elif record.phase is RequestPhase.QUEUED and record.unserved_since is not None:
+                if now - record.unserved_since > limits.no_worker_wait_seconds:
+                    told = f"no worker could serve it within {limits.no_worker_wait_seconds:g} s"
+                    event = machine.DeadlinePassed(ErrorCode.NO_WORKER, told)
+                    effects += self._book.step(record.request_id, event, cause, now)
             elif record.phase is RequestPhase.WAITING and record.waiting_since is not None:
                 late = self._waited_too_long(now - record.waiting_since)
                 if late is not None:

@@ -10,7 +10,8 @@ class ControllerLimits:
     """Bounds and periods. A silent process whose pid still runs is suspect, not dead, until
     ``suspect_factor`` times ``death_seconds``. A worker that takes nothing in says so within
     ``refusal_seconds``; so long is a prompt kept. A request waits ``room_wait_seconds`` for a
-    decode worker with room, and ``no_worker_wait_seconds`` where none is ready.
+    decode worker with room, and ``no_worker_wait_seconds`` where none is ready; so long it is
+    queued, too, while no ready workers could serve it.
     """
 
     heartbeat_seconds: float = 0.2

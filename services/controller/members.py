@@ -19,6 +19,10 @@ from services.controller.effects import PeerKey
 from services.controller.policy.placement import Incarnation, Pairing, WorkerView
 
 MAX_DEAD_KEPT = 4096
+AHEAD_SECONDS = 0.5
+"""How much computing a worker is given ahead, by the rate that it measured."""
+AHEAD_STEPS = 2
+"""The same in steps of its whole token budget; the larger counts."""
 
 Process = tuple[str, int]
 """A process of the cluster: its ``host_id()`` and its id there."""
@@ -75,6 +79,18 @@ class WorkerRecord:
         if self.is_suspect:
             return WorkerState.SUSPECT
         return WorkerState.DRAINING if self.is_draining else WorkerState.READY
+
+    @property
+    def can_take_prompt(self) -> bool:
+        """Whether it is to get another prompt now.
+
+        A prompt is bound to a worker late: the worker gets it when it has little left to compute,
+        and always when it has nothing. Until then the controller can still choose another one.
+        """
+        uncomputed = self.load.uncomputed_tokens if self.load else 0
+        rate = self.rates.prefill_tokens_per_second if self.rates else 0.0
+        ahead = max(AHEAD_STEPS * self.hello.max_num_batched_tokens, AHEAD_SECONDS * rate, 1)
+        return uncomputed + self.assigned_tokens < ahead
 
     def has_room_now(self, num_blocks: int) -> bool:
         """Whether a reservation made now would find room, as far as is known.

@@ -5,7 +5,7 @@ from collections import OrderedDict
 from common.ids import RequestId
 from services.controller.effects import Effect, Fact, Note, PeerKey
 from services.controller.members import Members
-from services.controller.request_machine import QUEUED, RequestEvent, RequestPhase
+from services.controller.request_machine import NOT_STARTED, Dispatched, RequestEvent, RequestPhase
 from services.controller.request_record import RequestRecord
 
 MAX_STOPPED_KEPT = 4096
@@ -15,20 +15,26 @@ MAX_STOPPED_KEPT = 4096
 class RequestBook:
     """Every request's record. ``num_queued`` have not started to decode.
 
-    ``waiting`` are the ids in the phase WAITING, in the order of their submission. Keeps each
-    worker's ``placed_blocks`` right. ``requests`` is read by others and changed here alone.
+    ``queued`` and ``waiting`` are the ids in the phases QUEUED and WAITING, in the order of their
+    submission. Keeps each worker's ``placed_blocks`` right. ``requests`` is read by others and
+    changed here alone.
     """
 
     def __init__(self, members: Members) -> None:
         self.requests: dict[RequestId, RequestRecord] = {}
+        self.queued: dict[RequestId, None] = {}
         self.waiting: dict[RequestId, None] = {}
         self.num_queued = 0
+        self._num_added = 0
         self._members = members
         self._stopped: OrderedDict[RequestId, None] = OrderedDict()
 
     def add(self, record: RequestRecord) -> None:
         """Take a fresh record in."""
+        self._num_added += 1
+        record.arrival = self._num_added
         self.requests[record.request_id] = record
+        self.queued[record.request_id] = None
         self._stopped.pop(record.request_id, None)
         self._count(record, 1)
 
@@ -54,28 +60,35 @@ class RequestBook:
             effects = record.handle(event, cause, now)
         finally:
             self._count(record, 1)
-        if record.phase is not RequestPhase.WAITING:
-            self.waiting.pop(request_id, None)
-        elif before is not RequestPhase.WAITING:
-            waiting = sorted([*self.waiting, request_id], key=self._submitted_at)
-            self.waiting = dict.fromkeys(waiting)
+        self.queued = self._ordered(self.queued, record, RequestPhase.QUEUED)
+        self.waiting = self._ordered(self.waiting, record, RequestPhase.WAITING)
         if record.phase is RequestPhase.UNKNOWN:
             self._forget(record)
             facts: tuple[Fact, ...] = (
                 ("by", type(event).__name__),
                 ("phase", before),
-                ("prefill", record.prefill[0]),
+                ("prefill", record.prefill and record.prefill[0]),
                 ("decode", record.decode and record.decode[0]),
                 ("seconds", round(now - record.submitted_at, 6)),
             )
             effects = [*effects, Note("request_ended", cause, request_id, facts)]
-        elif record.phase is not before:
+        elif record.phase is not before and not isinstance(event, Dispatched):  # noted with reason
             moved: tuple[Fact, ...] = (("by", type(event).__name__), ("phase", record.phase))
             effects = [*effects, Note("request_moved", cause, request_id, moved)]
         return effects
 
-    def _submitted_at(self, request_id: RequestId) -> float:
-        return self.requests[request_id].submitted_at
+    def _ordered(
+        self, ids: dict[RequestId, None], record: RequestRecord, phase: RequestPhase
+    ) -> dict[RequestId, None]:
+        """Return the ids in a phase, with or without the record as its phase says."""
+        if record.phase is not phase:
+            ids.pop(record.request_id, None)
+        elif record.request_id not in ids:
+            return dict.fromkeys(sorted([record.request_id, *ids], key=self._arrival_of))
+        return ids
+
+    def _arrival_of(self, request_id: RequestId) -> int:
+        return self.requests[request_id].arrival
 
     def _forget(self, record: RequestRecord) -> None:
         del self.requests[record.request_id]
@@ -85,7 +98,7 @@ class RequestBook:
                 self._stopped.popitem(last=False)
 
     def _count(self, record: RequestRecord, sign: int) -> None:
-        if record.phase in QUEUED:
+        if record.phase in NOT_STARTED:
             self.num_queued += sign
         if record.phase is RequestPhase.PLACED and record.decode in self._members.workers:
             self._members.workers[record.decode].placed_blocks += sign * record.num_blocks
@@ -93,11 +106,15 @@ class RequestBook:
     def validate(self) -> None:
         """Check every sum over the records. Raises AssertionError: a bug of ours."""
         records = self.requests.values()
-        queued = [record for record in records if record.phase in QUEUED]
+        queued = [record for record in records if record.phase in NOT_STARTED]
         assert self.num_queued == len(queued), (self.num_queued, len(queued))
-        assert set(self.waiting) == {
-            record.request_id for record in records if record.phase is RequestPhase.WAITING
-        }, self.waiting
+        for ids, phase in (
+            (self.queued, RequestPhase.QUEUED),
+            (self.waiting, RequestPhase.WAITING),
+        ):
+            assert set(ids) == {r.request_id for r in records if r.phase is phase}, (phase, ids)
+            order = [self._arrival_of(request_id) for request_id in ids]
+            assert order == sorted(order), (phase, ids)
         for key, worker in self._members.workers.items():
             placed = sum(
                 record.num_blocks
@@ -113,7 +130,8 @@ class RequestBook:
                 if record.phase in (RequestPhase.DECODING, RequestPhase.CANCELLING_DECODE)
                 else record.prefill
             )
-            assert owner in self._members.workers, (record.request_id, record.phase, owner)
+            is_ours = record.phase is RequestPhase.QUEUED
+            assert is_ours or owner in self._members.workers, (record.request_id, record.phase)
 
 
 def ignored(request_id: RequestId, cause: str, reason: str) -> Note:

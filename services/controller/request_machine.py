@@ -1,14 +1,15 @@
 """The controller's record of one request.
 
-Theory of operation. The record follows who owns the request: its prefill side until the decode
-side reports ``DecodeStarted``, its decode side from then on. The owner's report ends the record.
-A prefill side that did not take the request in, because it was not reached or has just begun to
-drain, is replaced. While the prefill side owns it, a refused decode puts it in WAITING until a
-decode side is placed again; the prefill goes on meanwhile. A cancel, a passed deadline, a dead
-gateway or a failed other side tells every side to stop, and the record waits in CANCELLING for the
-owner's report: a decode that had started when the cancel was sent passes the ownership on there
-too. UNKNOWN is the phase of every request without a record: never seen, ended, or taken in by an
-earlier controller.
+Theory of operation. The record follows who owns the request. In QUEUED the controller does: it
+holds the prompt until a worker is to have it, and a cancel or a passed deadline ends the record at
+once. Then its prefill side owns it until the decode side reports ``DecodeStarted``, and its decode
+side from then on. The owner's report ends the record. A prefill side that did not take the request
+in, because it was not reached or has just begun to drain, gives it back to the queue. While the
+prefill side owns it, a refused decode puts it in WAITING until a decode side is placed again; the
+prefill goes on meanwhile. A cancel, a passed deadline, a dead gateway or a failed other side tells
+every side to stop, and the record waits in CANCELLING for the owner's report: a decode that had
+started when the cancel was sent passes the ownership on there too. UNKNOWN is the phase of every
+request without a record: never seen, ended, or taken in by an earlier controller.
 """
 
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ class RequestPhase(StrEnum):
     """Where a request stands, as the controller knows it."""
 
     UNKNOWN = "unknown"
+    QUEUED = "queued"
     PLACED = "placed"
     WAITING = "waiting"
     DECODING = "decoding"
@@ -36,19 +38,16 @@ class Submitted:
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillReplaced:
-    """The prefill side has not taken the request in; other sides were chosen."""
+class Dispatched:
+    """Both sides were chosen; the prefill side gets the prompt."""
 
     prefill: PeerKey
     decode: PeerKey
 
 
 @dataclass(frozen=True, slots=True)
-class PlacementFailed:
-    """``PlaceRequest`` could not be sent, and nobody else can take the request."""
-
-    code: ErrorCode
-    message: str
+class Requeued:
+    """The prefill side has not taken the request in: it was not reached, or it drains."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +133,7 @@ class GatewayGone:
 
 @dataclass(frozen=True, slots=True)
 class DeadlinePassed:
-    """The request took too long, as a whole or in waiting for room."""
+    """The request took too long: as a whole, in waiting for room, or for any worker."""
 
     code: ErrorCode
     message: str
@@ -147,8 +146,8 @@ class CancelTimedOut:
 
 RequestEvent = (
     Submitted
-    | PrefillReplaced
-    | PlacementFailed
+    | Dispatched
+    | Requeued
     | DecodeRefusedReceived
     | DecodePlaced
     | DecodeStartedReceived
@@ -170,19 +169,21 @@ _END = Legal((_P.UNKNOWN,))
 _NO_RECORD = Ignored("no record: it ended, or an earlier controller took it in")
 _LOOKED_UP = Illegal("only records get this event")
 _KNOWN = Ignored("a repeat of a known id is refused and changes nothing")
-_WAS_SENT = Illegal("its prefill side has taken it in")
+_TAKEN_IN = Illegal("its prefill side has taken it in")
+_NOWHERE = Ignored("no worker has the request")
 _NOT_OWNER = Ignored("the prefill side owns the request until its decode starts")
 _NO_DECODE = Ignored("no decode side is placed")
 _HANDED_OVER = Ignored("the prefill side has handed the request over")
 _STARTED = Ignored("its decode has started already")
 _CANCELLED = Ignored("the request is being cancelled")
+_STOPPED = Illegal("a cancelled request is not placed again")
 _NOT_CANCELLED = Illegal("the request is not being cancelled")
 _NOT_WAITING = Illegal("the request waits for no decode side")
 
 REQUEST_TABLE: Table = {
-    (_P.UNKNOWN, "Submitted"): Legal((_P.PLACED,)),
-    (_P.UNKNOWN, "PrefillReplaced"): _LOOKED_UP,
-    (_P.UNKNOWN, "PlacementFailed"): _LOOKED_UP,
+    (_P.UNKNOWN, "Submitted"): Legal((_P.QUEUED,)),
+    (_P.UNKNOWN, "Dispatched"): _LOOKED_UP,
+    (_P.UNKNOWN, "Requeued"): _LOOKED_UP,
     (_P.UNKNOWN, "DecodeRefusedReceived"): _NO_RECORD,
     (_P.UNKNOWN, "DecodePlaced"): _LOOKED_UP,
     (_P.UNKNOWN, "DecodeStartedReceived"): _NO_RECORD,
@@ -197,9 +198,26 @@ REQUEST_TABLE: Table = {
     (_P.UNKNOWN, "GatewayGone"): _LOOKED_UP,
     (_P.UNKNOWN, "DeadlinePassed"): _LOOKED_UP,
     (_P.UNKNOWN, "CancelTimedOut"): _LOOKED_UP,
+    (_P.QUEUED, "Submitted"): _KNOWN,
+    (_P.QUEUED, "Dispatched"): Legal((_P.PLACED,)),
+    (_P.QUEUED, "Requeued"): Illegal("the request is queued already"),
+    (_P.QUEUED, "DecodeRefusedReceived"): _NOWHERE,
+    (_P.QUEUED, "DecodePlaced"): _NOT_WAITING,
+    (_P.QUEUED, "DecodeStartedReceived"): PeerFault("no worker has the request"),
+    (_P.QUEUED, "PrefillSideFinished"): _NOWHERE,
+    (_P.QUEUED, "DecodeSideFinished"): _NOWHERE,
+    (_P.QUEUED, "PrefillSideFailed"): _NOWHERE,
+    (_P.QUEUED, "DecodeSideFailed"): _NOWHERE,
+    (_P.QUEUED, "PrefillSideGone"): Illegal("no worker has the request"),
+    (_P.QUEUED, "DecodeSideGone"): Illegal("no worker has the request"),
+    (_P.QUEUED, "CancelReceived"): _END,
+    (_P.QUEUED, "ChoiceCancelReceived"): Ignored("no token of any choice was drawn"),
+    (_P.QUEUED, "GatewayGone"): _END,
+    (_P.QUEUED, "DeadlinePassed"): _END,
+    (_P.QUEUED, "CancelTimedOut"): _NOT_CANCELLED,
     (_P.PLACED, "Submitted"): _KNOWN,
-    (_P.PLACED, "PrefillReplaced"): Legal((_P.PLACED,)),
-    (_P.PLACED, "PlacementFailed"): _END,
+    (_P.PLACED, "Dispatched"): Illegal("the request is placed already"),
+    (_P.PLACED, "Requeued"): Legal((_P.QUEUED,)),
     (_P.PLACED, "DecodeRefusedReceived"): Legal((_P.WAITING,)),
     (_P.PLACED, "DecodePlaced"): _NOT_WAITING,
     (_P.PLACED, "DecodeStartedReceived"): Legal((_P.DECODING,)),
@@ -215,8 +233,8 @@ REQUEST_TABLE: Table = {
     (_P.PLACED, "DeadlinePassed"): Legal((_P.CANCELLING_PREFILL,)),
     (_P.PLACED, "CancelTimedOut"): _NOT_CANCELLED,
     (_P.WAITING, "Submitted"): _KNOWN,
-    (_P.WAITING, "PrefillReplaced"): _WAS_SENT,
-    (_P.WAITING, "PlacementFailed"): _WAS_SENT,
+    (_P.WAITING, "Dispatched"): _TAKEN_IN,
+    (_P.WAITING, "Requeued"): _TAKEN_IN,
     (_P.WAITING, "DecodeRefusedReceived"): _NO_DECODE,
     (_P.WAITING, "DecodePlaced"): Legal((_P.PLACED,)),
     (_P.WAITING, "DecodeStartedReceived"): PeerFault("no decode side is placed"),
@@ -232,8 +250,8 @@ REQUEST_TABLE: Table = {
     (_P.WAITING, "DeadlinePassed"): Legal((_P.CANCELLING_PREFILL,)),
     (_P.WAITING, "CancelTimedOut"): _NOT_CANCELLED,
     (_P.DECODING, "Submitted"): _KNOWN,
-    (_P.DECODING, "PrefillReplaced"): _WAS_SENT,
-    (_P.DECODING, "PlacementFailed"): _WAS_SENT,
+    (_P.DECODING, "Dispatched"): _TAKEN_IN,
+    (_P.DECODING, "Requeued"): _TAKEN_IN,
     (_P.DECODING, "DecodeRefusedReceived"): PeerFault("its decode has started"),
     (_P.DECODING, "DecodePlaced"): _NOT_WAITING,
     (_P.DECODING, "DecodeStartedReceived"): _STARTED,
@@ -249,8 +267,8 @@ REQUEST_TABLE: Table = {
     (_P.DECODING, "DeadlinePassed"): Legal((_P.CANCELLING_DECODE,)),
     (_P.DECODING, "CancelTimedOut"): _NOT_CANCELLED,
     (_P.CANCELLING_PREFILL, "Submitted"): _KNOWN,
-    (_P.CANCELLING_PREFILL, "PrefillReplaced"): Illegal("a cancelled request is not placed again"),
-    (_P.CANCELLING_PREFILL, "PlacementFailed"): _END,
+    (_P.CANCELLING_PREFILL, "Dispatched"): _STOPPED,
+    (_P.CANCELLING_PREFILL, "Requeued"): _STOPPED,
     (_P.CANCELLING_PREFILL, "DecodeRefusedReceived"): _CANCELLED,
     (_P.CANCELLING_PREFILL, "DecodePlaced"): _NOT_WAITING,
     (_P.CANCELLING_PREFILL, "DecodeStartedReceived"): Legal((_P.CANCELLING_DECODE,)),
@@ -266,8 +284,8 @@ REQUEST_TABLE: Table = {
     (_P.CANCELLING_PREFILL, "DeadlinePassed"): _CANCELLED,
     (_P.CANCELLING_PREFILL, "CancelTimedOut"): _END,
     (_P.CANCELLING_DECODE, "Submitted"): _KNOWN,
-    (_P.CANCELLING_DECODE, "PrefillReplaced"): _WAS_SENT,
-    (_P.CANCELLING_DECODE, "PlacementFailed"): _WAS_SENT,
+    (_P.CANCELLING_DECODE, "Dispatched"): _TAKEN_IN,
+    (_P.CANCELLING_DECODE, "Requeued"): _TAKEN_IN,
     (_P.CANCELLING_DECODE, "DecodeRefusedReceived"): PeerFault("its decode has started"),
     (_P.CANCELLING_DECODE, "DecodePlaced"): _NOT_WAITING,
     (_P.CANCELLING_DECODE, "DecodeStartedReceived"): _STARTED,
@@ -284,5 +302,5 @@ REQUEST_TABLE: Table = {
     (_P.CANCELLING_DECODE, "CancelTimedOut"): _END,
 }
 
-QUEUED = (RequestPhase.PLACED, RequestPhase.WAITING)
+NOT_STARTED = (RequestPhase.QUEUED, RequestPhase.PLACED, RequestPhase.WAITING)
 CANCELLING = (RequestPhase.CANCELLING_PREFILL, RequestPhase.CANCELLING_DECODE)

@@ -5,7 +5,8 @@ from collections.abc import Iterable
 
 from common.errors import ErrorCode
 from common.handoff.machine import Ignored, Story, decide
-from common.messages.control import Cancel, RequestFailed, RequestRefused, SubmitRequest
+from common.ids import WorkerId
+from common.messages.control import Cancel, RequestFailed, RequestPlaced, SubmitRequest
 from services.controller.effects import Effect, Note, PeerKey, Send
 from services.controller.request_machine import (
     CANCELLING,
@@ -20,14 +21,14 @@ from services.controller.request_machine import (
     DecodeSideFinished,
     DecodeSideGone,
     DecodeStartedReceived,
+    Dispatched,
     GatewayGone,
-    PlacementFailed,
-    PrefillReplaced,
     PrefillSideFailed,
     PrefillSideFinished,
     PrefillSideGone,
     RequestEvent,
     RequestPhase,
+    Requeued,
     Submitted,
 )
 
@@ -36,20 +37,21 @@ CANCEL_REPORT_SECONDS = 30.0
 
 
 class RequestRecord:
-    """One placed request. Made by a ``Submitted`` event that was placed.
+    """One request. Made by a ``Submitted`` event that was taken in.
 
-    ``decode`` is the same as ``prefill`` on a combined worker, and None while no decode side is
-    placed. ``refusals`` holds when a decode side refused last, ``faults`` how often it could not
-    work for another reason than room. ``num_blocks`` are the prompt's
-    and its growth's. ``payload`` is the prompt's frame, empty once nobody can need it again.
-    Times are on the clock of the ``now`` arguments.
+    ``prefill`` and ``decode`` are None while the request is queued. ``decode`` is the same as
+    ``prefill`` where one worker does both, and None while no decode side is placed. ``refusals``
+    holds when a decode side refused last, ``faults`` how often it could not work for another reason
+    than room. ``num_blocks`` are the prompt's and its growth's. ``payload`` is the prompt's frame,
+    empty once nobody can need it again. ``unserved_since`` tells from when on no set of ready
+    workers could have taken the queued request. ``arrival`` numbers all requests. Times are on the
+    clock of the ``now`` arguments.
     """
 
     def __init__(
         self,
         submission: SubmitRequest,
         gateway: PeerKey,
-        sides: tuple[PeerKey, PeerKey],
         num_blocks: int,
         payload: tuple[bytes, ...],
         now: float,
@@ -57,14 +59,16 @@ class RequestRecord:
         self.submission = submission
         self.request_id = submission.request_id
         self.gateway = gateway
-        self.prefill: PeerKey = sides[0]
-        self.decode: PeerKey | None = sides[1]
+        self.prefill: PeerKey | None = None
+        self.decode: PeerKey | None = None
         self.num_blocks = num_blocks
         self.payload = payload
-        self.num_placements = 1
+        self.arrival = 0
+        self.num_placements = 0
         self.placed_at = now
-        self.phase = RequestPhase.PLACED
+        self.phase = RequestPhase.QUEUED
         self.submitted_at = now
+        self.unserved_since: float | None = None
         self.waiting_since: float | None = None
         self.cancelled_at: float | None = None
         self.was_stopped = False
@@ -96,20 +100,24 @@ class RequestRecord:
             facts = (("ignored", name), ("phase", before), ("reason", verdict.reason))
             return [Note("event_ignored", cause, self.request_id, facts, level="debug")]
         effects = self._apply(event, cause, now)
-        if self.phase is not RequestPhase.PLACED:
+        if self.phase not in (RequestPhase.QUEUED, RequestPhase.PLACED):
             self.forget_prompt()
         self.validate()
         return effects
 
     def _apply(self, event: RequestEvent, cause: str, now: float) -> list[Effect]:  # noqa: C901, PLR0911, PLR0912 - one case per event
         match event:
-            case PrefillReplaced(prefill, decode):
+            case Dispatched(prefill, decode):
                 self.prefill, self.decode = prefill, decode
                 self.num_placements += 1
                 self.placed_at = now
+                self.unserved_since = None
+                self.phase = RequestPhase.PLACED
                 return []
-            case PlacementFailed(code, message):
-                return self._refuse(code, message, cause)
+            case Requeued():
+                self.prefill = self.decode = None
+                self.phase = RequestPhase.QUEUED
+                return []
             case DecodeRefusedReceived():
                 if self.decode is not None:
                     self.refusals[self.decode] = now
@@ -140,7 +148,10 @@ class RequestRecord:
                 return [*failed, *self._stop(self._sides(), message, cause, now)]
             case CancelTimedOut():
                 self.phase = RequestPhase.UNKNOWN
-                facts = (("prefill", self.prefill[0]), ("decode", self.decode and self.decode[0]))
+                facts = (
+                    ("prefill", self.prefill and self.prefill[0]),
+                    ("decode", self.decode and self.decode[0]),
+                )
                 return [Note("request_record_leaked", cause, self.request_id, facts, "error")]
             case Submitted():
                 raise AssertionError("the table ignores a repeated submit")
@@ -148,6 +159,16 @@ class RequestRecord:
     def forget_prompt(self) -> None:
         """Let the prompt go: the prefill side has it and goes on with it."""
         self.payload = ()
+
+    def tell_placed(self, cause: str) -> Send:
+        """Return what tells the gateway which workers have the request."""
+        assert self.prefill is not None, "it is queued"
+        placed = RequestPlaced(
+            request_id=self.request_id,
+            prefill_worker=WorkerId(self.prefill[0]),
+            decode_worker=WorkerId((self.decode or self.prefill)[0]),
+        )
+        return Send(self.gateway, placed, cause)
 
     def _sides(self) -> list[PeerKey]:
         if self.phase is RequestPhase.DECODING and self.decode is not None:
@@ -181,9 +202,13 @@ class RequestRecord:
         if self.phase is RequestPhase.DECODING:
             self.phase = RequestPhase.UNKNOWN
             return effects
-        return [*effects, *self._stop([self.prefill], message, cause, now)]
+        owner = [self.prefill] if self.prefill else []
+        return [*effects, *self._stop(owner, message, cause, now)]
 
     def _stop(self, sides: Iterable[PeerKey], reason: str, cause: str, now: float) -> list[Effect]:
+        if self.phase is RequestPhase.QUEUED:
+            self.phase = RequestPhase.UNKNOWN
+            return []
         effects = self._tell(sides, reason, cause)
         self.cancelled_at = now
         self.was_stopped = True
@@ -209,23 +234,13 @@ class RequestRecord:
             Note("request_failed", cause, self.request_id, facts, "warning"),
         ]
 
-    def _refuse(self, code: ErrorCode, message: str, cause: str) -> list[Effect]:
-        was_cancelled = self.phase in CANCELLING
-        self.phase = RequestPhase.UNKNOWN
-        if was_cancelled:
-            return []
-        refused = RequestRefused(
-            request_id=self.request_id, code=code, message=message, retry_after_seconds=1.0
-        )
-        facts = (("code", code), ("reason", message))
-        return [
-            Send(self.gateway, refused, cause),
-            Note("request_refused", cause, self.request_id, facts, "warning"),
-        ]
-
     def validate(self) -> None:
         """Check what must always hold. Raises AssertionError naming it: a bug of ours."""
         needs_decode = (RequestPhase.PLACED, RequestPhase.DECODING, RequestPhase.CANCELLING_DECODE)
         assert self.phase not in needs_decode or self.decode is not None, self.phase
         assert self.phase is not RequestPhase.WAITING or self.decode is None, self.decode
+        is_queued = self.phase is RequestPhase.QUEUED
+        assert not is_queued or (self.prefill is None and self.decode is None), self.prefill
+        assert not is_queued or self.payload, "its prompt is gone"
+        assert is_queued or self.phase is RequestPhase.UNKNOWN or self.prefill, self.phase
         assert (self.phase not in CANCELLING) or self.cancelled_at is not None, self.phase

@@ -80,6 +80,7 @@ def worker_hello(
     model: str = MODEL,
     block_size: int = 64,
     dtype: str = "float32",
+    max_num_batched_tokens: int = 16384,
 ) -> WorkerHello:
     return WorkerHello(
         peer=peer(name, role, epoch, pid, host, dtype),
@@ -89,7 +90,7 @@ def worker_hello(
         num_blocks=num_blocks,
         block_size=block_size,
         block_bytes=4096,
-        max_num_batched_tokens=512,
+        max_num_batched_tokens=max_num_batched_tokens,
         max_num_seqs=64,
     )
 
@@ -283,12 +284,17 @@ def notes(effects: list[Effect]) -> list[str]:
     return [effect.event for effect in effects if isinstance(effect, Note)]
 
 
-def pair_cluster(num_prefill: int = 1, num_decode: int = 1) -> Cluster:
+def pair_cluster(
+    num_prefill: int = 1,
+    num_decode: int = 1,
+    limits: ControllerLimits | None = None,
+    **options: object,
+) -> Cluster:
     """Return a cluster with a gateway and workers p0.. and d0.., all ready."""
-    cluster = Cluster()
+    cluster = Cluster(limits)
     for number in range(num_prefill):
-        cluster.join(f"p{number}", Role.PREFILL, pid=100 + number)
+        cluster.join(f"p{number}", Role.PREFILL, pid=100 + number, **options)
     for number in range(num_decode):
-        cluster.join(f"d{number}", Role.DECODE, pid=200 + number)
+        cluster.join(f"d{number}", Role.DECODE, pid=200 + number, **options)
     cluster.join_gateway()
     return cluster

@@ -73,7 +73,7 @@ def take(cluster: Cluster, step: tuple[str, object, object]) -> list[Effect]:  #
             return cluster.beat(worker, beat, epoch_of(cluster, worker))
         case ("join", str(worker), int(epoch)):
             role = Role.PREFILL if worker.startswith("p") else Role.DECODE
-            return cluster.join(worker, role, epoch, pid=PIDS[worker])
+            return cluster.join(worker, role, epoch, pid=PIDS[worker], max_num_batched_tokens=1024)
         case ("gateway", int(epoch), _):
             return cluster.join_gateway("g", epoch)
         case ("kill", int(pid), _):
@@ -94,7 +94,7 @@ def take(cluster: Cluster, step: tuple[str, object, object]) -> list[Effect]:  #
 def test_every_order_of_events_keeps_the_sums_and_ends_each_request_once(
     steps: list[tuple[str, object, object]],
 ) -> None:
-    cluster = pair_cluster(2, 2)
+    cluster = pair_cluster(2, 2, max_num_batched_tokens=1024)
     open_ids: set[str] = set()
     for step in steps:
         before = set(cluster.core.book.requests)

@@ -20,8 +20,8 @@ EVENTS: dict[str, RequestEvent] = {
     type(event).__name__: event
     for event in (
         machine.Submitted(),
-        machine.PrefillReplaced(P, D),
-        machine.PlacementFailed(*CODE),
+        machine.Dispatched(P, D),
+        machine.Requeued(),
         machine.DecodeRefusedReceived(),
         machine.DecodePlaced(D),
         machine.DecodeStartedReceived(),
@@ -39,16 +39,17 @@ EVENTS: dict[str, RequestEvent] = {
     )
 }
 PATHS: dict[RequestPhase, tuple[str, ...]] = {
-    RequestPhase.PLACED: (),
-    RequestPhase.WAITING: ("DecodeRefusedReceived",),
-    RequestPhase.DECODING: ("DecodeStartedReceived",),
-    RequestPhase.CANCELLING_PREFILL: ("CancelReceived",),
-    RequestPhase.CANCELLING_DECODE: ("DecodeStartedReceived", "CancelReceived"),
+    RequestPhase.QUEUED: (),
+    RequestPhase.PLACED: ("Dispatched",),
+    RequestPhase.WAITING: ("Dispatched", "DecodeRefusedReceived"),
+    RequestPhase.DECODING: ("Dispatched", "DecodeStartedReceived"),
+    RequestPhase.CANCELLING_PREFILL: ("Dispatched", "CancelReceived"),
+    RequestPhase.CANCELLING_DECODE: ("Dispatched", "DecodeStartedReceived", "CancelReceived"),
 }
 
 
 def record_in(phase: RequestPhase) -> RequestRecord:
-    record = RequestRecord(submit("r"), G, (P, D), 2, (bytes(256),), 0.0)
+    record = RequestRecord(submit("r"), G, 2, (bytes(256),), 0.0)
     for name in PATHS[phase]:
         record.handle(EVENTS[name], "test", 0.0)
     assert record.phase is phase
@@ -95,11 +96,13 @@ def test_an_illegal_event_carries_the_story_that_led_to_it() -> None:
     record = record_in(RequestPhase.DECODING)
     with pytest.raises(IllegalTransitionError) as caught:
         record.handle(EVENTS["DecodePlaced"], "test", 1.0)
-    assert caught.value.story == ("placed:DecodeStartedReceived",)
+    assert caught.value.story == ("queued:Dispatched", "placed:DecodeStartedReceived")
 
 
 def test_a_combined_worker_is_the_side_that_owns_the_request() -> None:
-    record = RequestRecord(submit("r"), G, (P, P), 2, (bytes(256),), 0.0)
+    record = RequestRecord(submit("r"), G, 2, (bytes(256),), 0.0)
+    assert record.side_of(P) is None
+    record.handle(machine.Dispatched(P, P), "test", 0.0)
     assert record.side_of(P) == "prefill"
     record.handle(EVENTS["DecodeStartedReceived"], "test", 0.0)
     assert record.side_of(P) == "decode"

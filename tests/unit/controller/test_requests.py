@@ -178,12 +178,15 @@ def test_a_worker_that_is_not_reached_is_dead_and_the_request_goes_to_another() 
     assert cluster.core.members.worker_named("p0") is None
 
 
-def test_when_no_other_worker_is_left_an_unreachable_one_means_a_refusal() -> None:
+def test_when_no_other_worker_is_left_a_request_for_an_unreachable_one_waits_for_the_next() -> None:
     cluster = pair_cluster()
     cluster.unreachable.add("p0")
-    effects = cluster.submit("r")
-    assert refusal(effects).code is ErrorCode.NO_WORKER
-    assert cluster.phase("r") == "unknown"
+    cluster.submit("r")
+    assert cluster.phase("r") == "queued"
+    cluster.unreachable.clear()
+    effects = cluster.join("p0", Role.PREFILL, epoch=2)
+    (place,) = [e for e in effects if isinstance(e, Send) and isinstance(e.message, PlaceRequest)]
+    assert (place.peer, place.payload) == (("p0", 2), (bytes(256),))
 
 
 def test_other_requests_of_an_unreachable_worker_fail() -> None:
@@ -206,7 +209,12 @@ def test_a_request_that_meets_a_worker_that_takes_nothing_in_goes_to_another(
     (place,) = [e for e in effects if isinstance(e, Send) and isinstance(e.message, PlaceRequest)]
     assert (place.peer[0], place.payload) == ("p1", (bytes(256),))
     assert sent_names(effects) == [("p1", "PlaceRequest"), ("g", "RequestPlaced")]
-    assert notes(effects) == ["worker_state_changed", "placement_refused", "request_placed"]
+    assert notes(effects) == [
+        "worker_state_changed",
+        "placement_refused",
+        "request_moved",
+        "request_placed",
+    ]
     assert cluster.phase("r") == "placed"
     assert [key[0] for key, _ in only(cluster.submit("r1"), PlaceRequest)] == ["p1"]
     cluster.started("d0", "r")
