@@ -22,6 +22,7 @@ from enum import StrEnum
 from flowpath_native import SegmentAllocator
 
 from common.errors import InvariantViolationError, LocalProtocolError
+from common.kv.index_log import IndexChanges
 from common.kv.journal import AllocOp, AllocOpKind
 from common.kv.prefix_cache import PrefixCache, TokenIds
 from common.kv.runs import Run, contiguous_ratio, to_blocks, to_runs
@@ -124,6 +125,23 @@ class BlockManager:
         runs = self._take(table, num_new)
         self._log(AllocOpKind.ACQUIRE, owner, runs, shared)
         return Acquired(tuple(table.blocks), len(shared) * self._block_size)
+
+    def hold_prefix(self, owner: str, token_ids: TokenIds) -> int:
+        """Let ``owner`` hold the longest known prefix, with a TRANSFER hold and no other block.
+
+        Returns its length in tokens. 0: nothing is known of it, and ``owner`` holds nothing. A
+        live owner raises LocalProtocolError.
+        """
+        if owner in self._tables:
+            raise LocalProtocolError(f"{owner} holds blocks already")
+        shared, hashes = self._cache.find(token_ids, len(token_ids) // self._block_size)
+        if not shared:
+            return 0
+        table = _Table(Hold.TRANSFER, [], hashes)
+        self._tables[owner] = table
+        self._add_holder(table, shared)
+        self._log(AllocOpKind.ACQUIRE, owner, [], shared)
+        return len(shared) * self._block_size
 
     def grow(self, owner: str, num_tokens: int) -> bool:
         """Make room for ``num_tokens`` tokens in all, in place at the tail where possible.
@@ -244,6 +262,14 @@ class BlockManager:
             in_transfer=self._num_in_transfer,
             largest_free_run=self._allocator.largest_free,
         )
+
+    def take_index_changes(self, *, is_snapshot: bool = False) -> IndexChanges:
+        """Return which prefix hashes became findable or were forgotten since the last call.
+
+        The first call, one with ``is_snapshot`` and one after too many changes return a snapshot.
+        Applied to a set in order, all of them give the hashes that are findable.
+        """
+        return self._cache.take_changes(is_snapshot=is_snapshot)
 
     def clear_cache(self) -> None:
         """Forget every prefix; what nobody holds is freed, what is held is freed on its release."""

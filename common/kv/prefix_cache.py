@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.errors import InvariantViolationError, LocalProtocolError
+from common.kv.index_log import IndexChanges, IndexLog
 
 TokenIds = Sequence[int] | NDArray[np.integer]
 
@@ -48,6 +49,7 @@ class PrefixCache:
         # Each indexed block's own hash, and that of the block before it.
         self._hashes_of: dict[int, tuple[bytes, bytes]] = {}
         self._evictable: OrderedDict[int, None] = OrderedDict()
+        self._log = IndexLog()
 
     @property
     def num_evictable(self) -> int:
@@ -92,6 +94,7 @@ class PrefixCache:
         if digest in self._block_of:
             return
         self._block_of[digest] = block
+        self._log.add(digest)
         self._hashes_of[block] = (digest, self._root if previous is None else previous)
 
     def is_evictable(self, block: int) -> bool:
@@ -133,6 +136,7 @@ class PrefixCache:
         hashes = self._hashes_of.pop(block, None)
         if hashes is not None:
             del self._block_of[hashes[0]]
+            self._log.remove(hashes[0])
 
     def clear(self) -> list[int]:
         """Forget everything and return the blocks that were evictable."""
@@ -140,7 +144,14 @@ class PrefixCache:
         self._evictable.clear()
         self._block_of.clear()
         self._hashes_of.clear()
+        self._log.lose()
         return blocks
+
+    def take_changes(self, *, is_snapshot: bool) -> IndexChanges:
+        """Return which hashes were indexed and forgotten since the last call, or all of them."""
+        if is_snapshot:
+            self._log.lose()
+        return self._log.take(self._block_of)
 
     def validate(self, is_held: Callable[[int], bool]) -> None:
         """Raise InvariantViolationError where index, order of eviction and holders disagree."""

@@ -16,6 +16,7 @@ from hypothesis.stateful import (
 
 from common.kv.blocks import BlockManager, Hold
 from common.kv.journal import replay
+from common.kv.prefix_cache import HASH_BYTES, PrefixCache
 from common.kv.runs import to_runs
 
 BLOCK_SIZE = 2
@@ -104,6 +105,16 @@ class Model:
         return -(-num_tokens // BLOCK_SIZE)
 
 
+def hashes_in(joined: bytes) -> set[bytes]:
+    assert len(joined) % HASH_BYTES == 0
+    return {joined[at : at + HASH_BYTES] for at in range(0, len(joined), HASH_BYTES)}
+
+
+def hash_of(prefix: tuple[int, ...]) -> bytes:
+    *_, last = PrefixCache(BLOCK_SIZE, "m").chain(None, prefix)
+    return last
+
+
 class BlockManagerMachine(RuleBasedStateMachine):
     owners = Bundle("owners")
 
@@ -115,6 +126,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
             num_blocks, BLOCK_SIZE, min_remainder, "m", lambda op: self.lines.append(op.to_json())
         )
         self.num_names = 0
+        self.told: set[bytes] = set()
 
     def new_name(self) -> str:
         self.num_names += 1
@@ -176,6 +188,32 @@ class BlockManagerMachine(RuleBasedStateMachine):
         if new and owner.blocks and owner.blocks[-1] + 1 in self.model.free():
             assert follows, "in place where the next block is free"
         owner.blocks.extend(new)
+
+    @rule(target=owners, tokens=prompts)
+    def hold_prefix(self, tokens: list[int]):  # type: ignore[no-untyped-def]  # as above
+        name = self.new_name()
+        hits = self.model.hits(tokens, 99)
+        assert self.manager.hold_prefix(name, tokens) == len(hits) * BLOCK_SIZE
+        assert self.manager.is_held(name) == bool(hits)
+        if not hits:
+            return multiple()
+        shared = [self.model.index[prefix] for prefix in hits]
+        assert list(self.manager.block_ids(name)) == shared
+        held = tokens[: len(hits) * BLOCK_SIZE]
+        self.model.owners[name] = Owner(Hold.TRANSFER, shared, held, list(hits))
+        return name
+
+    @rule(is_snapshot=st.sampled_from((False, False, False, True)))
+    def take_index_changes(self, is_snapshot: bool) -> None:
+        changes = self.manager.take_index_changes(is_snapshot=is_snapshot)
+        assert changes.is_snapshot or not is_snapshot
+        if changes.is_snapshot:
+            self.told = set()
+        added, removed = hashes_in(changes.added), hashes_in(changes.removed)
+        assert not added & (self.told | removed), "told twice"
+        assert removed <= self.told, "removed what was never told"
+        self.told = (self.told - removed) | added
+        assert self.told == {hash_of(prefix) for prefix in self.model.index}
 
     @rule(name=owners, new_tokens=st.lists(st.integers(0, 1), max_size=5))
     def grow(self, name: str, new_tokens: list[int]) -> None:
