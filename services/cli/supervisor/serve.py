@@ -22,7 +22,8 @@ from services.cli.supervisor.prepare import (
     prepare_model,
     shared_port,
 )
-from services.cli.supervisor.supervisor import Supervisor
+from services.cli.supervisor.scaler import ProcessScaler, ScalerLink
+from services.cli.supervisor.supervisor import Supervisor, Tell
 from services.cli.terminal import out
 
 
@@ -96,6 +97,7 @@ async def _serve(settings: Settings, console: Console) -> int:
         ("model", f"{settings.model_name} ({settings.model})"),
         ("dtype", told_dtype(settings)),
         ("processes", processes),
+        *([("elastic", f"up to {settings.max_workers} workers")] if settings.max_workers else []),
         ("transport", transport),
         ("logs", str(settings.log_dir)),
     ):
@@ -103,9 +105,19 @@ async def _serve(settings: Settings, console: Console) -> int:
     if settings.cluster_host:
         endpoint = controller_endpoint(settings, load_keys(settings))
         tell(f"  join       --controller '{endpoint}' on other hosts")
-    code = await supervisor.run()
+    async with asyncio.TaskGroup() as tasks:
+        scaling = tasks.create_task(_scale(settings, supervisor, tell))
+        code = await supervisor.run()
+        scaling.cancel()
     tell("stopped")
     return code
+
+
+async def _scale(settings: Settings, supervisor: Supervisor, tell: Tell) -> None:
+    """Add and stop workers as the controller asks for, where there is a budget for it."""
+    if settings.max_workers:
+        scaler = ProcessScaler(supervisor, is_combined=settings.combined)
+        await ScalerLink(settings, scaler, tell).run()
 
 
 def tidy(run_dir: Path, *, remove_folder: bool) -> None:

@@ -48,7 +48,8 @@ async def until_running(supervisor: Supervisor, *names: str) -> None:
     """Wait until the children wait for their stop."""
     async with asyncio.timeout(DEADLINE_SECONDS):
         while not all(
-            (child := supervisor._children.get(name)) is not None and child.output for name in names
+            (kept := supervisor._kept.get(name)) is not None and kept.child and kept.child.output
+            for name in names
         ):
             await asyncio.sleep(0.01)
 
@@ -61,15 +62,18 @@ async def test_children_end_stage_by_stage_and_the_exit_code_is_0(tmp_path: Path
     async with asyncio.timeout(DEADLINE_SECONDS), asyncio.TaskGroup() as tasks:
         run = tasks.create_task(supervisor.run())
         await until_running(supervisor, "c", "w", "g")
-        watches = [tasks.create_task(_note_end(supervisor, name, ended)) for name, _ in stages]
+        watches = [
+            tasks.create_task(_note_end(name, supervisor._kept[name].ended, ended))
+            for name, _ in stages
+        ]
         supervisor.stop()
         assert await run == 0
         await asyncio.gather(*watches)
     assert ended == ["g", "w", "c"]
 
 
-async def _note_end(supervisor: Supervisor, name: str, ended: list[str]) -> None:
-    await supervisor._ended[name].wait()
+async def _note_end(name: str, event: asyncio.Event, ended: list[str]) -> None:
+    await event.wait()
     ended.append(name)
 
 
@@ -79,10 +83,11 @@ async def test_a_killed_child_is_started_again_and_told(tmp_path: Path) -> None:
     async with asyncio.timeout(DEADLINE_SECONDS), asyncio.TaskGroup() as tasks:
         run = tasks.create_task(supervisor.run())
         await until_running(supervisor, "w")
-        first = supervisor._children["w"]
+        first = supervisor._kept["w"].child
+        assert first is not None
         first.send(signal.SIGKILL)
         await told.until("w ended (signal 9: w runs); starting it again in 0.25 s")
-        while supervisor._children["w"] is first:
+        while supervisor._kept["w"].child is first:
             await asyncio.sleep(0.01)
         await until_running(supervisor, "w")
         supervisor.stop()
@@ -136,6 +141,93 @@ async def test_a_child_that_does_not_end_in_time_is_killed(
     assert "stubborn did not end in 0.05 s: killing" in told.lines
 
 
+def late(name: str) -> ProcessSpec:
+    return ProcessSpec(name, CHILD, Stage.WORKER, "child", is_elastic=True)
+
+
+async def test_a_worker_is_added_while_others_run_and_ends_with_them_in_its_stage(
+    tmp_path: Path,
+) -> None:
+    supervisor = make(tmp_path, Told(), ("w", Stage.WORKER), ("c", Stage.CONTROLLER))
+    assert not supervisor.try_add(late("early")), "nothing runs yet"
+    ended: list[str] = []
+    async with asyncio.timeout(DEADLINE_SECONDS), asyncio.TaskGroup() as tasks:
+        run = tasks.create_task(supervisor.run())
+        await until_running(supervisor, "w", "c")
+        assert supervisor.try_add(late("w2"))
+        assert not supervisor.try_add(late("w2"))
+        assert not supervisor.try_add(late("c")), "a name is one process's"
+        await until_running(supervisor, "w2")
+        assert supervisor.worker_names == ("w", "w2")
+        watches = [
+            tasks.create_task(_note_end(name, kept.ended, ended))
+            for name, kept in supervisor._kept.items()
+        ]
+        supervisor.stop()
+        assert not supervisor.try_add(late("w3"))
+        assert await run == 0
+        await asyncio.gather(*watches)
+    assert ended[-1] == "c"
+    assert supervisor.worker_names == ()
+
+
+async def test_a_removed_worker_ends_in_order_is_not_started_again_and_frees_its_name(
+    tmp_path: Path,
+) -> None:
+    told = Told()
+    supervisor = make(tmp_path, told, ("w", Stage.WORKER))
+    async with asyncio.timeout(DEADLINE_SECONDS), asyncio.TaskGroup() as tasks:
+        run = tasks.create_task(supervisor.run())
+        await until_running(supervisor, "w")
+        first = supervisor._kept["w"]
+        supervisor.remove("w")
+        supervisor.remove("w")
+        supervisor.remove("nobody")
+        assert supervisor.worker_names == ("w",), "it is there until it has ended"
+        assert not supervisor.try_add(late("w"))
+        await first.ended.wait()
+        assert supervisor.worker_names == ()
+        assert supervisor.try_add(late("w"))
+        await until_running(supervisor, "w")
+        supervisor.stop()
+        assert await run == 0
+    assert not [line for line in told.lines if "starting it again" in line]
+
+
+async def test_a_removed_worker_that_does_not_end_in_time_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor_module, "STAGE_GRACE_SECONDS", 0.05)
+    told = Told()
+    supervisor = make(tmp_path, told, ("stubborn", Stage.WORKER))
+    async with asyncio.timeout(DEADLINE_SECONDS), asyncio.TaskGroup() as tasks:
+        run = tasks.create_task(supervisor.run())
+        await until_running(supervisor, "stubborn")
+        kept = supervisor._kept["stubborn"]
+        supervisor.remove("stubborn")
+        await kept.ended.wait()
+        supervisor.stop()
+        assert await run == 0
+    assert "stubborn did not end in 0.05 s: killing" in told.lines
+
+
+@pytest.mark.parametrize("name", ["wrong", "crash"])
+async def test_an_added_worker_that_cannot_start_is_let_go_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(supervisor_module, "MAX_FAILED_STARTS", 1)
+    told = Told()
+    supervisor = make(tmp_path, told, ("w", Stage.WORKER))
+    async with asyncio.timeout(DEADLINE_SECONDS), asyncio.TaskGroup() as tasks:
+        run = tasks.create_task(supervisor.run())
+        await until_running(supervisor, "w")
+        assert supervisor.try_add(late(name))
+        await told.until(f"{name} cannot start")
+        assert supervisor.worker_names == ("w",)
+        supervisor.stop()
+        assert await run == 0
+
+
 LONELY = """
 import asyncio, sys
 from pathlib import Path
@@ -146,7 +238,7 @@ async def main():
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(supervisor.run())
         await until_running(supervisor, "w", "stubborn")
-        print("pids", *(child.pid for child in supervisor._children.values()), flush=True)
+        print("pids", *(kept.child.pid for kept in supervisor._kept.values()), flush=True)
 
 asyncio.run(main())
 """

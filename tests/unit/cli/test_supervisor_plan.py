@@ -5,7 +5,14 @@ import pytest
 
 from common.config.settings import Settings
 from common.errors import ConfigError
-from services.cli.supervisor.plan import LONGEST_WAIT_SECONDS, Backoff, Stage, plan_processes
+from common.messages.fields import Role
+from services.cli.supervisor.plan import (
+    LONGEST_WAIT_SECONDS,
+    Backoff,
+    Stage,
+    plan_processes,
+    plan_worker,
+)
 from services.cli.supervisor.prepare import clean_run_dir
 from services.cli.supervisor.serve import serve, tidy
 
@@ -54,8 +61,20 @@ def test_waits_double_up_to_a_bound_and_start_anew_after_a_steady_life() -> None
     backoff = Backoff()
     waits = [backoff.after(1.0) for _ in range(8)]
     assert waits == [0.25, 0.5, 1.0, 2.0, 4.0, 8.0, LONGEST_WAIT_SECONDS, LONGEST_WAIT_SECONDS]
+    assert backoff.num_quick_ends == 8
     assert backoff.after(60.0) == 0.25
-    assert backoff.num_ends == 9
+    assert (backoff.num_ends, backoff.num_quick_ends) == (9, 0)
+
+
+def test_a_worker_starts_in_the_program_of_its_role() -> None:
+    specs = [plan_worker(f"w-{role}", role, is_elastic=True) for role in Role]
+    assert [spec.module for spec in specs] == [
+        "services.prefill",
+        "services.decode",
+        "services.prefill",
+    ]
+    assert {spec.stage for spec in specs} == {Stage.WORKER}
+    assert not any(spec.is_elastic for spec in plan_processes(Settings()))
 
 
 def bind_socket(path: Path) -> None:
