@@ -24,6 +24,7 @@ from common.messages.fields import (
     Flag,
     Name,
     PeerInfo,
+    Phases,
     PromptLength,
     Seconds,
     Text,
@@ -139,6 +140,12 @@ class Commit:
     """Empty for a prefix alone."""
     prefill_done_at: Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
     """When the prefill's last step ended, in seconds of the host's monotonic clock."""
+    seconds_since_prefill: Seconds = 0.0
+    """How long before this was sent that was; clocks of other hosts say nothing here."""
+    is_migration: Flag = False
+    """Whether a running decode was frozen then, and the first token is its last one so far."""
+    phases: Phases = ()
+    """What ended on the prefill side and was not told to the gateway: the decode side does that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRUCT)
