@@ -56,6 +56,31 @@ class CopyBlocks:
 
 
 @dataclass(frozen=True, slots=True)
+class SwapOut:
+    """Copy blocks of the pool to host slots now: (pool block, host slot) pairs."""
+
+    request_id: RequestId
+    choice: int
+    pairs: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SwapIn:
+    """Copy host slots back into blocks of the pool now: (pool block, host slot) pairs."""
+
+    request_id: RequestId
+    choice: int
+    pairs: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeFrozen:
+    """No step reads or writes the frozen request any more: it may be migrated."""
+
+    request_id: RequestId
+
+
+@dataclass(frozen=True, slots=True)
 class StopHandoff:
     """The request no longer needs its decode side."""
 
@@ -65,7 +90,10 @@ class StopHandoff:
 
 @dataclass(frozen=True, slots=True)
 class Preempted:
-    """A sequence gave its blocks up for older ones and will be computed again."""
+    """A sequence gave its blocks up for older ones.
+
+    Without a ``SwapOut`` just before, its ``num_tokens`` tokens will be computed again.
+    """
 
     request_id: RequestId
     choice: int
@@ -97,6 +125,9 @@ Effect = (
     | PromptComputed
     | DecodeBegan
     | CopyBlocks
+    | SwapOut
+    | SwapIn
+    | DecodeFrozen
     | StopHandoff
     | Preempted
     | RequestEnded

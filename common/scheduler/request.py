@@ -16,6 +16,7 @@ class RequestPhase(StrEnum):
     PREFILLING = "prefilling"
     SENDING = "sending"
     DECODING = "decoding"
+    FROZEN = "frozen"
     ENDED = "ended"
 
 
@@ -45,7 +46,11 @@ class Sequence:
     Positions ``0 .. num_computed - 1`` have K and V in the pool, in the blocks of ``owner``; the
     next ``num_planned`` are computed by the ``num_open_steps`` steps in flight. ``pending`` is the
     draw of these that comes last. ``unsent`` are drawn tokens that have not gone to the gateway
-    yet.
+    yet. While its K and V lie in host memory, ``slots`` say where, and there are no blocks.
+
+    ``age`` orders decoding sequences: a preempted one that is back counts as new. ``last_planned``
+    is the last step that was planned with it, ``drawn_at`` when its last token was drawn, on the
+    scheduler's own clock of steps; None when that says nothing of the time between two tokens.
     """
 
     request: "LocalRequest"
@@ -60,6 +65,11 @@ class Sequence:
     num_planned: int = 0
     pending: PendingDraw | None = None
     finish_reason: FinishReason | None = None
+    slots: tuple[int, ...] = ()
+    age: int = 0
+    last_planned: int = -1
+    last_token: SampledToken | None = None
+    drawn_at: float | None = None
 
     @property
     def length(self) -> int:
@@ -99,6 +109,12 @@ class Sequence:
         if len(self.outputs) + 1 >= params.num_left:
             return False
         return not params.has_penalties
+
+    def draw(self, token: SampledToken) -> None:
+        """Append a token that was drawn; the gateway does not have it yet."""
+        self.outputs.append(token.token_id)
+        self.unsent.append(token)
+        self.last_token = token
 
     def enter_step(self, num_tokens: int, draw: PendingDraw | None) -> None:
         """A step that computes the next ``num_tokens`` tokens is in flight now."""
@@ -157,7 +173,8 @@ class LocalRequest:
 
     ``is_remote`` says that another worker decodes it. ``is_handoff_open`` holds its blocks while a
     handoff may still read them, whatever else happens to the request. ``is_told`` says that its
-    end was reported already, as a failure, though blocks may still be held.
+    end was reported already, as a failure, though blocks may still be held. ``arrival`` numbers
+    requests in the order in which they came.
     """
 
     new: NewRequest
@@ -169,6 +186,7 @@ class LocalRequest:
     has_drawn: bool = False
     was_cancelled: bool = False
     is_told: bool = False
+    arrival: int = 0
 
     @property
     def request_id(self) -> RequestId:
@@ -179,6 +197,11 @@ class LocalRequest:
     def lead(self) -> Sequence:
         """The sequence that computes the prompt for all choices."""
         return self.sequences[0]
+
+    @property
+    def live_sequence(self) -> Sequence:
+        """The first choice that goes on; StopIteration when none does."""
+        return next(s for s in self.sequences if s.finish_reason is None)
 
     @property
     def is_live(self) -> bool:

@@ -1,6 +1,6 @@
 """What the local scheduler plans and what comes back: the steps of an engine."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from common.sampling import SampledToken
 from common.scheduler.request import PendingDraw, Sequence
@@ -31,6 +31,8 @@ class PlannedRow:
     is_last: bool
     """Whether the row reaches the sequence's last token, so that tokens are drawn after it."""
     pending: PendingDraw | None = None
+    is_decode: bool = False
+    """Whether it goes on after a token that was drawn just before, not after computing tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,32 @@ class StepPlan:
     def num_tokens(self) -> int:
         """Tokens computed in this step."""
         return sum(row.num_tokens for row in self.rows)
+
+
+@dataclass(slots=True)
+class StepDraft:
+    """A step while it is being planned: what it holds so far and what still fits."""
+
+    number: int
+    tokens_left: int
+    rows_left: int
+    rows: list[PlannedRow] = field(default_factory=list)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether nothing more fits."""
+        return self.tokens_left < 1 or self.rows_left < 1
+
+    def add(self, row: PlannedRow) -> None:
+        """Take a row in, which fits."""
+        self.rows.append(row)
+        self.tokens_left -= row.num_tokens
+        self.rows_left -= 1
+        row.sequence.last_planned = self.number
+
+    def has(self, sequence: Sequence) -> bool:
+        """Whether the sequence has a row already."""
+        return sequence.last_planned == self.number
 
 
 @dataclass(frozen=True, slots=True)

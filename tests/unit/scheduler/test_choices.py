@@ -218,7 +218,7 @@ def test_a_worker_with_preempted_sequences_takes_no_reservations() -> None:
     bench = Bench(num_blocks=6, budget=32)
     for name, first in (("old", 0), ("new", 50)):
         bench.add(new_request(name, prompt(10, first), max_tokens=8))
-    assert bench.scheduler.can_reserve() is False
+    assert bench.scheduler.can_reserve(), "what waits for its turn alone is no lack of room"
     bench.step()
     assert bench.scheduler.can_reserve()
     bench.step_until(has_preempted)

@@ -1,0 +1,103 @@
+"""How fast a worker is, from the times of its steps. Pure.
+
+Rates are quotients of sums that fade with the worker's busy time, so that a step counts by how long
+it took and one that was slow for a reason of its own does little.
+"""
+
+from collections.abc import Sequence as SequenceOf
+
+from common.messages.fields import WorkerRates
+from common.scheduler.steps import PlannedRow, StepPlan
+
+HALF_LIFE_SECONDS = 5.0
+"""Busy time after which a step counts half."""
+
+EWMA_WEIGHT = 0.3
+
+
+class _FadingRate:
+    """A quotient of two sums; ``value`` is 0 while nothing was added."""
+
+    def __init__(self) -> None:
+        self._amount = 0.0
+        self._seconds = 0.0
+
+    def add(self, amount: float, seconds: float) -> None:
+        keep: float = 0.5 ** (seconds / HALF_LIFE_SECONDS)
+        self._amount = self._amount * keep + amount
+        self._seconds = self._seconds * keep + seconds
+
+    @property
+    def value(self) -> float:
+        return self._amount / self._seconds if self._seconds > 0 else 0.0
+
+
+class StepRates:
+    """Learns from every finished step. ``block_size`` is in tokens."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._clock = 0.0
+        self._prefill = _FadingRate()
+        self._prefill_alone = _FadingRate()
+        self._decode = _FadingRate()
+        self._decode_alone = 0.0
+        self._token_seconds = 0.0
+
+    @property
+    def token_seconds(self) -> float:
+        """EWMA of the time between two tokens of a decoding sequence; 0 while not known."""
+        return self._token_seconds
+
+    def rates(self) -> WorkerRates:
+        """Return the rates of late; 0 where nothing was measured."""
+        return WorkerRates(
+            prefill_tokens_per_second=self._prefill.value,
+            decode_step_seconds=self._token_seconds,
+            decode_tokens_per_second=self._decode.value,
+        )
+
+    def num_prompt_tokens_within(self, seconds: float) -> int | None:
+        """Return how many prompt tokens fit a step with decodes that is to last so long.
+
+        None while the rate is not known.
+        """
+        rate = self._prefill_alone.value
+        return int(rate * max(0.0, seconds - self._decode_alone)) if rate > 0 else None
+
+    def note(self, seconds: float, plan: StepPlan) -> None:
+        """Learn from a finished step, which took ``seconds`` since the one before it ended.
+
+        Steps are told in order, and those of no time at all not.
+        """
+        if seconds <= 0:
+            return
+        self._clock += seconds
+        decodes = [row for row in plan.rows if row.is_decode]
+        num_prompt_tokens = plan.num_tokens - len(decodes)
+        self._note_gaps(plan.rows)
+        if decodes:
+            self._decode.add(len(decodes), seconds)
+        if decodes and not num_prompt_tokens:
+            self._decode_alone = _ewma(self._decode_alone, seconds)
+        if num_prompt_tokens >= self._block_size:
+            # Fewer say how long a step takes, and not how fast prompts are computed.
+            self._prefill.add(num_prompt_tokens, seconds)
+            beside = self._decode_alone if decodes else 0.0
+            self._prefill_alone.add(num_prompt_tokens, max(seconds - beside, seconds / 10))
+
+    def _note_gaps(self, rows: SequenceOf[PlannedRow]) -> None:
+        gaps: list[float] = []
+        for row in rows:
+            if not row.is_last:
+                continue
+            sequence = row.sequence
+            if row.is_decode and sequence.drawn_at is not None:
+                gaps.append(self._clock - sequence.drawn_at)
+            sequence.drawn_at = self._clock
+        if gaps:
+            self._token_seconds = _ewma(self._token_seconds, sum(gaps) / len(gaps))
+
+
+def _ewma(before: float, value: float) -> float:
+    return value if before == 0 else before + EWMA_WEIGHT * (value - before)
