@@ -11,8 +11,10 @@ is the sum of queue, computation and transfer, as in Mooncake's Conductor:
     uncomputed(P) / rate(P) + (prompt - hit(P)) / rate(P) + (blocks - hit(D)) x bytes / link(P, D)
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from common.messages.fields import Role
 from services.controller.policy.views import RequestView, WorkerView
 
 DEFAULT_PREFILL_RATE = 1000.0
@@ -62,6 +64,23 @@ def decode_weight(view: WorkerView, objectives: Objectives) -> float:
     if view.decode_rate:
         expected = (view.num_decoding + 1) / (view.decode_rate * objectives.tpot_seconds)
     return 1.0 + decode_score(view, objectives) + 0.1 * min(1.0, expected)
+
+
+def role_scores(
+    workers: Iterable[WorkerView], queued_tokens: int, objectives: Objectives
+) -> tuple[list[float], list[float]]:
+    """Return LS_P of the workers that prefill by role, LS_D of those that decode.
+
+    The tokens queued in the controller are shared evenly among the former. Workers that have not
+    measured themselves, and those that drain, say nothing about load.
+    """
+    counted = [w for w in workers if w.is_measured and not w.is_draining]
+    prefills = [w for w in counted if w.role is not Role.DECODE]
+    share = queued_tokens / max(1, len(prefills))
+    return (
+        [prefill_score(w, share, objectives) for w in prefills],
+        [decode_score(w, objectives) for w in counted if w.role is not Role.PREFILL],
+    )
 
 
 def link_rate(source: WorkerView, target: WorkerView) -> float:

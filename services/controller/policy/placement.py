@@ -56,15 +56,25 @@ def choose_sides(workers: Sequence[WorkerView], num_blocks: int) -> Placement | 
 def choose_decode(
     workers: Iterable[WorkerView], num_blocks: int, prefill: WorkerView
 ) -> WorkerView | None:
-    """Return the best decode side for a handoff of ``prefill``; None when nobody fits."""
-    decodes = [w for w in workers if w.can_hold(num_blocks)]
-    able = [w for w in _by_room(decodes, num_blocks) if prefill.pairing_with(w) < Pairing.BROKEN]
-    return min(able, key=prefill.pairing_with, default=None)
+    """Return the best decode side for a handoff of ``prefill``; None when nobody fits.
+
+    That may be ``prefill`` itself where it is allowed to decode.
+    """
+    able = [
+        worker
+        for worker in _by_room(workers, num_blocks)
+        if worker.can_hold(num_blocks) and _pairing(prefill, worker) < Pairing.BROKEN
+    ]
+    return min(able, key=lambda worker: _pairing(prefill, worker), default=None)
+
+
+def _pairing(prefill: WorkerView, decode: WorkerView) -> Pairing:
+    return Pairing.WORKS if prefill.key == decode.key else prefill.pairing_with(decode)
 
 
 def _by_room(workers: Iterable[WorkerView], num_blocks: int) -> list[WorkerView]:
-    """Return the decode workers, the best first."""
+    """Return the workers that may decode for others, the best first."""
     return sorted(
-        (w for w in workers if w.role is Role.DECODE),
+        (w for w in workers if w.can_decode and w.role is not Role.COMBINED),
         key=lambda w: (not w.has_room(num_blocks), w.used_share, w.worker_id),
     )
