@@ -1,0 +1,156 @@
+"""Workers that come and go while requests run: real processes, real requests."""
+
+import asyncio
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from common.config.folders import prepare_run_dir
+from common.config.load import save_settings
+from common.config.settings import Settings
+from common.messages.admin import StatusReport
+from common.messages.fields import Role
+from common.telemetry.story import read_log_folder
+from services.cli.admin import ask_status
+from services.cli.supervisor.plan import plan_processes, plan_worker
+from services.cli.supervisor.supervisor import Supervisor
+from tests.support.answers import Json
+from tests.support.board import Board
+from tests.support.served import free_port
+from tests.support.tiny_llama import write_tiny_llama
+
+pytestmark = pytest.mark.e2e
+
+CHAT = "/v1/chat/completions"
+START_SECONDS = 120.0
+
+
+class Cluster:
+    """A supervised cluster in this process; made by ``supervised``."""
+
+    def __init__(self, settings: Settings, file: Path) -> None:
+        self.settings = settings
+        self.board = Board()
+        self.lines: list[str] = []
+        self.supervisor = Supervisor(settings, plan_processes(settings), file, self._tell)
+
+    def _tell(self, line: str) -> None:
+        self.lines.append(line)
+        self.board.post()
+
+    async def told(self, part: str) -> None:
+        """Wait for a line with this part."""
+        async with asyncio.timeout(START_SECONDS):
+            while not any(part in line for line in self.lines):
+                await self.status()
+
+    async def status(self) -> StatusReport | None:
+        """Return the controller's report, if it answers."""
+        return await ask_status(self.settings, 1.0)
+
+    async def until_paired(self, *pairs: tuple[str, str]) -> None:
+        """Wait until these prefill and decode workers can hand over to each other."""
+        async with asyncio.timeout(START_SECONDS):
+            while not set(pairs) <= await self._paired():
+                continue
+
+    async def until_workers(self, *names: str) -> None:
+        """Wait until the cluster's workers are these."""
+        async with asyncio.timeout(START_SECONDS):
+            while (report := await self.status()) is None or {
+                str(worker.id) for worker in report.workers
+            } != set(names):
+                continue
+
+    async def _paired(self) -> set[tuple[str, str]]:
+        report = await self.status()
+        return {
+            (str(worker.id), str(pair.worker_id))
+            for worker in (report.workers if report else ())
+            for pair in worker.pairs
+            if pair.transport and not pair.reason
+        }
+
+    async def ask(self, client: httpx.AsyncClient, number: int) -> tuple[str, str]:
+        """Ask question ``number``; return the answer's text and how it ended."""
+        body: Json = {
+            "model": self.settings.model_name,
+            "messages": [{"role": "user", "content": f"{number} " * 150}],
+            "temperature": 0,
+            "max_tokens": 100,
+            "ignore_eos": True,
+        }
+        response = await client.post(f"{self.settings.url}{CHAT}", json=body)
+        answer: Json = response.json()
+        assert response.status_code == 200, answer
+        choice = answer["choices"][0]
+        return choice["message"]["content"], choice["finish_reason"]
+
+
+@asynccontextmanager
+async def supervised(model: Path) -> AsyncIterator[Cluster]:
+    """Run one prefill and one decode worker, with room for a third, as long as the block."""
+    with tempfile.TemporaryDirectory(prefix="fp-") as folder:
+        settings = Settings(
+            port=free_port(),
+            model=str(model),
+            run_dir=Path(folder) / "run",
+            log_dir=Path(folder) / "log",
+            kv_bytes=64 * 2**20,
+            threads=1,
+            roles="manual",
+            max_workers=3,
+        )
+        prepare_run_dir(settings.run_dir)
+        file = settings.run_dir / "settings.json"
+        save_settings(settings, file)
+        cluster = Cluster(settings, file)
+        async with asyncio.TaskGroup() as tasks:
+            run = tasks.create_task(cluster.supervisor.run())
+            try:
+                await cluster.told("ready after")
+                yield cluster
+            finally:
+                cluster.supervisor.stop()
+                assert await run == 0, cluster.lines
+
+
+async def test_a_worker_added_late_pairs_serves_and_leaves_without_a_lost_request(
+    tmp_path: Path, model_folder: Path
+) -> None:
+    write_tiny_llama(tmp_path / "tiny", model_folder)
+    limits = httpx.Limits(max_connections=None)
+    async with (
+        supervised(tmp_path / "tiny") as cluster,
+        httpx.AsyncClient(trust_env=False, timeout=60, limits=limits) as client,
+    ):
+        alone = [await cluster.ask(client, number) for number in range(6)]
+        assert {how for _, how in alone} == {"length"}
+        for role, pair, served in (
+            (Role.PREFILL, ("prefill-1", "decode-0"), "prefill_started"),
+            (Role.DECODE, ("prefill-0", "decode-1"), "handoff_accepted"),
+        ):
+            late = f"{role}-1"
+            assert cluster.supervisor.try_add(plan_worker(late, role, is_elastic=True))
+            await cluster.until_paired(("prefill-0", "decode-0"), pair)
+            async with asyncio.TaskGroup() as tasks:
+                asked = [
+                    tasks.create_task(cluster.ask(client, number))
+                    for _ in range(3)
+                    for number in range(6)
+                ]
+                await asked[0]
+                cluster.supervisor.remove(late)
+            assert [task.result() for task in asked] == alone * 3
+            await cluster.until_workers("prefill-0", "decode-0")
+            events = {
+                entry.event
+                for entry in read_log_folder(cluster.settings.log_dir)
+                if entry.process == late
+            }
+            assert served in events
+            assert not [line for line in cluster.lines if late in line and "again" in line]
