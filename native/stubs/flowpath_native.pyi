@@ -125,6 +125,54 @@ def checksum_blocks(
 ) -> NDArray[np.uint64]:
     """Return the checksum of each named block; an id outside of ``buf`` is a ``ValueError``."""
 
+# Stored blocks: storage_bindings.cpp
+
+def has_io_uring() -> bool:
+    """Tell whether this system has and allows io_uring."""
+
+def seal_block(target: _Memory, head: _Memory, payload: _Memory) -> None:
+    """Fill ``target`` (4096 bytes more than ``payload``) with a whole block file.
+
+    That is ``head`` (at most 256 bytes) and zeros, at 4080 the payload's checksum, at 4088 that of
+    the 4088 bytes before, then the payload. ValueError where the sizes do not fit.
+    """
+
+class BlockFiles:
+    """Reads and writes block files, ``queue_depth`` of them at a time, without the GIL.
+
+    Paths are relative to the folder ``root_fd``, which must stay open. Calls of several threads
+    wait for each other. An outcome is 0, an errno, -1 (the file is too short) or -2 (a checksum
+    does not fit).
+    """
+
+    def __init__(self, engine: str, root_fd: int, queue_depth: int, is_direct: bool) -> None:
+        """Choose ``io_uring`` (RuntimeError where there is none) or ``threads``.
+
+        ``is_direct`` passes the page cache by, where the file system can.
+        """
+    def register_memory(self, buffers: Sequence[_Memory]) -> bool:
+        """Pin writable memory that reads and writes often use, in place of what was before.
+
+        The buffers are held. False where the engine or the system cannot: then all else works as
+        before.
+        """
+    def read(
+        self, paths: Sequence[str], buffer: _Memory, offsets: Sequence[int], payload_bytes: int
+    ) -> tuple[list[int], bytes]:
+        """Read and verify each file's payload into ``buffer``, at the offset beside its path.
+
+        Returns the outcomes and the first 256 bytes of each header, one after the other. What
+        a failed read leaves in ``buffer`` and in its header is undefined.
+        """
+    def write(
+        self, paths: Sequence[str], buffer: _Memory, offsets: Sequence[int], num_bytes: int
+    ) -> list[int]:
+        """Create files of ``num_bytes`` from offsets of ``buffer``, which are aligned to 4096.
+
+        Outcome 0 says that the bytes are on the disk; a file that failed is removed. A file that
+        exists is one that fails.
+        """
+
 # CPU engine: cpu_bindings.cpp
 
 def cpu_instruction_sets() -> list[str]:

@@ -11,4 +11,7 @@ void bind_memory(nanobind::module_& m);
 // Compute kernels of the CPU engine.
 void bind_cpu_kernels(nanobind::module_& m);
 
+// Files of stored blocks, read and written many at a time.
+void bind_storage(nanobind::module_& m);
+
 }  // namespace flowpath
