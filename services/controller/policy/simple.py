@@ -86,9 +86,11 @@ class PowerOfTwo:
         return None if chosen is None else _placement(cluster, chosen, "the better of two")
 
     def _two_first(self, loads: Array, tiers: Array) -> Array:
-        costs: Array = 1.0 + loads / (1.0 + loads.max(initial=0.0))
+        costs: Array = 2.0 + loads / (1.0 + loads.max(initial=0.0))
         able = np.flatnonzero(np.isfinite(tiers))
-        costs[self._dice.permutation(able)[:2]] -= 1.0
+        two = self._dice.permutation(able)[:2]
+        costs[two] -= 1.0
+        costs[two[:1]] -= 1e-9  # of equals the first one named
         return costs
 
 

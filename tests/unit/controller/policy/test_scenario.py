@@ -1,0 +1,129 @@
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.handoff.machine import Ignored, Legal
+from services.controller.policy.estimates import Objectives, role_scores
+from services.controller.policy.scenario import (
+    DWELL_ROUNDS,
+    HOLD_ROUNDS,
+    SCENARIO_TABLE,
+    Reading,
+    Scenario,
+    ScenarioMachine,
+)
+from tests.unit.controller.policy.builders import C, D, P, worker
+
+NORMAL, IMBALANCED = Scenario.NORMAL, Scenario.IMBALANCED
+EXTREME, LOW = Scenario.EXTREME, Scenario.LOW
+
+
+def rounds(machine: ScenarioMachine, prefill: float, decode: float, count: int) -> list[Scenario]:
+    return [machine.observe([prefill], [decode]) for _ in range(count)]
+
+
+@pytest.mark.parametrize("scenario", Scenario)
+@pytest.mark.parametrize("reading", Reading)
+def test_every_cell_is_decided(scenario: Scenario, reading: Reading) -> None:
+    verdict = SCENARIO_TABLE[scenario, reading.value]
+    if reading is Reading.UNKNOWN or reading.name == scenario.name:
+        assert isinstance(verdict, Ignored)
+        assert verdict.reason
+    else:
+        assert verdict == Legal((Scenario[reading.name],))
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "expected"),
+    [
+        (0.5, 0.5, NORMAL),
+        (0.24, 0.24, LOW),
+        (0.26, 0.1, NORMAL),
+        (1.1, 1.1, EXTREME),
+        (5.0, 1.1, EXTREME),
+        (1.1, 0.9, NORMAL),
+        (0.9, 0.4, IMBALANCED),
+        (0.2, 2.0, IMBALANCED),
+        (0.75, 0.1, NORMAL),
+    ],
+)
+def test_scores_that_hold_make_the_scenario(
+    prefill: float, decode: float, expected: Scenario
+) -> None:
+    machine = ScenarioMachine()
+    assert rounds(machine, prefill, decode, HOLD_ROUNDS)[-1] is expected
+    assert machine.scenario is expected
+
+
+def test_a_reading_counts_only_after_three_rounds_on_end() -> None:
+    machine = ScenarioMachine()
+    assert rounds(machine, 2.0, 0.1, 2) == [NORMAL, NORMAL]
+    assert rounds(machine, 0.5, 0.5, 1) == [NORMAL]
+    assert rounds(machine, 2.0, 0.1, 3) == [NORMAL, NORMAL, IMBALANCED]
+
+
+def test_a_scenario_lasts_eight_rounds_at_least() -> None:
+    machine = ScenarioMachine()
+    assert rounds(machine, 2.0, 0.1, HOLD_ROUNDS)[-1] is IMBALANCED
+    later = rounds(machine, 0.1, 0.1, DWELL_ROUNDS)
+    assert later == [IMBALANCED] * (DWELL_ROUNDS - 1) + [LOW]
+
+
+def test_scores_about_a_threshold_change_nothing() -> None:
+    machine = ScenarioMachine()
+    rounds(machine, 0.9, 0.4, HOLD_ROUNDS)
+    assert machine.scenario is IMBALANCED
+    assert set(rounds(machine, 0.7, 0.4, 50)) == {IMBALANCED}
+    assert rounds(machine, 0.55, 0.4, HOLD_ROUNDS)[-1] is NORMAL
+    assert set(rounds(machine, 0.7, 0.4, 50)) == {NORMAL}
+
+
+def test_the_pressed_half_is_the_one_with_more_to_do() -> None:
+    machine = ScenarioMachine()
+    assert machine.pressure is None
+    machine.observe([1.0, 2.0], [0.1, 0.3])
+    assert machine.pressure is not None
+    assert (machine.pressure.prefill, machine.pressure.decode) == (1.5, 0.2)
+    assert (machine.pressure.role, machine.pressure.is_uneven) == (P, True)
+    machine.observe([0.1], [0.2])
+    assert machine.pressure is not None
+    assert (machine.pressure.role, machine.pressure.is_uneven) == (D, False)
+
+
+def test_nothing_is_concluded_while_a_half_has_not_measured_itself() -> None:
+    machine = ScenarioMachine()
+    for _ in range(20):
+        assert machine.observe([9.0], []) is NORMAL
+        assert machine.pressure is None
+    rounds(machine, 9.0, 9.0, HOLD_ROUNDS)
+    assert machine.scenario is EXTREME
+    for _ in range(20):
+        assert machine.observe([], []) is EXTREME
+
+
+def test_scores_are_taken_from_measured_workers_of_each_role() -> None:
+    workers = [
+        worker("p0", P, 2000),
+        worker("p1", P, prefill_rate=0.0),
+        worker("p2", P, has_heartbeat=False),
+        worker("p3", P, is_draining=True),
+        worker("d0", D, used=500),
+        worker("d1", D, step=0.0),
+        worker("c", C, 512, used=100, decoding=1, step=0.05),
+    ]
+    prefills, decodes = role_scores(workers, 2000, Objectives(2.0, 0.05))
+    assert prefills == pytest.approx([0.6 * 3000 / 2000 + 0.1, 0.6 * 1512 / 2000 + 0.03 + 0.1])
+    assert decodes == pytest.approx([0.2, 0.5 + 0.04 + 0.1 / 64])
+
+
+@given(st.lists(st.tuples(st.floats(0, 3), st.floats(0, 3)), max_size=120))
+def test_scenarios_change_at_most_once_in_eight_rounds_and_after_three_equal_readings(
+    scores: list[tuple[float, float]],
+) -> None:
+    machine = ScenarioMachine()
+    seen = [machine.observe([p], [d]) for p, d in scores]
+    changes = [n for n in range(1, len(seen)) if seen[n] is not seen[n - 1]]
+    assert all(later - earlier >= DWELL_ROUNDS for earlier, later in pairwise(changes))
+    assert seen[: HOLD_ROUNDS - 1] == [NORMAL] * min(len(seen), HOLD_ROUNDS - 1)
