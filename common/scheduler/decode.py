@@ -104,7 +104,9 @@ class DecodeScheduler:
         ready = [s for s in self.running if s.can_decode and not draft.has(s)]
         if len(ready) <= room:
             return ready
-        chosen = set(nsmallest(room, ready, key=lambda sequence: sequence.last_planned))
+        chosen = nsmallest(room, ready, key=lambda sequence: (sequence.last_planned, sequence.turn))
+        for turn, sequence in enumerate(chosen):
+            sequence.turn = turn
         return [sequence for sequence in ready if sequence in chosen]
 
     def _preempt(self, sequence: Sequence) -> list[Effect]:

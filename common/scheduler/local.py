@@ -256,9 +256,10 @@ class LocalScheduler:
         )
         max_decodes = self._modes.num_decode_tokens(draft.tokens_left, has_prompts=has_prompts)
         effects += self._decode.plan(draft, max_decodes)
+        num_left_out = num_ready - len(draft.rows)
         effects += self._decode.resume(draft)
         if has_prompts:
-            effects += self._plan_prompts(draft, num_ready)
+            effects += self._plan_prompts(draft, num_left_out)
         if max_decodes < num_ready:
             effects += self._decode.plan(draft, draft.rows_left)  # what the prompts left
         if not draft.rows:
@@ -266,20 +267,17 @@ class LocalScheduler:
         self._modes.note_planned(has_both=has_prompts and num_ready > 0)
         return self._open(draft), effects
 
-    def _plan_prompts(self, draft: StepDraft, num_ready: int) -> list[Effect]:
-        num_decodes = len(draft.rows)
+    def _plan_prompts(self, draft: StepDraft, num_left_out: int) -> list[Effect]:
         max_tokens = draft.tokens_left
-        if num_decodes and self._modes.mode is Mode.DECODE_LED:
+        if draft.rows and self._modes.mode is Mode.DECODE_LED:
             bound = self._rates.num_prompt_tokens_within(self._triggers.decode_sla_seconds)
             if bound is not None:
                 max_tokens = max(self._limits.block_size, bound)
-        # A decode that has no row in this step keeps its place among the worker's sequences.
-        max_new = draft.rows_left - max(0, num_ready - num_decodes)
+        # A decode that was left out of this step counts among the worker's sequences all the same.
+        max_new = draft.rows_left - num_left_out - self._prefill.num_to_decode_here
         # What waits for room to come back lets nothing new take it.
         queues = () if self._decode.swapped else (self._decode.waiting, self._prefill.waiting)
-        return self._prefill.plan(
-            draft, max_tokens, max_new - self._prefill.num_to_decode_here, queues
-        )
+        return self._prefill.plan(draft, max_tokens, max_new, queues)
 
     def _open(self, draft: StepDraft) -> StepPlan:
         plan = StepPlan(draft.number, tuple(draft.rows))

@@ -49,8 +49,9 @@ class Sequence:
     yet. While its K and V lie in host memory, ``slots`` say where, and there are no blocks.
 
     ``age`` orders decoding sequences: a preempted one that is back counts as new. ``last_planned``
-    is the last step that was planned with it, ``drawn_at`` when its last token was drawn, on the
-    scheduler's own clock of steps; None when that says nothing of the time between two tokens.
+    is the last step that was planned with it, and ``turn`` its rank when a step had too few rows.
+    ``drawn_at`` is when its last token was drawn, on the scheduler's own clock of steps; None when
+    that says nothing of the time between two tokens.
     """
 
     request: "LocalRequest"
@@ -68,6 +69,7 @@ class Sequence:
     slots: tuple[int, ...] = ()
     age: int = 0
     last_planned: int = -1
+    turn: int = 0
     last_token: SampledToken | None = None
     drawn_at: float | None = None
 

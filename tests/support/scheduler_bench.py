@@ -2,26 +2,32 @@
 
 The engine stores in each slot of the pool what K and V of that position depend on: the hash of all
 tokens up to it. Before a row is computed it looks at every earlier slot of the row's block table,
-so that a wrong share, a missing copy, or a block taken away too early is noticed.
+so that a wrong share, a missing copy, or a block taken away too early is noticed. Host slots are
+lists of the same kind.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from common.ids import GatewayId, RequestId
-from common.kv.blocks import BlockManager
+from common.kv.blocks import BlockManager, Hold
 from common.messages.handoff import FirstToken
 from common.messages.tokens import TokenDelta
 from common.sampling import FinishReason, SampledToken, SamplingParams
 from common.scheduler.effects import (
     CopyBlocks,
+    DecodeFrozen,
     Effect,
     EmitTokens,
     PromptComputed,
     RequestBroke,
     RequestEnded,
+    SwapIn,
+    SwapOut,
 )
-from common.scheduler.local import LocalScheduler
+from common.scheduler.local import DEFAULT_TRIGGERS, LocalScheduler
+from common.scheduler.migration import Migration
+from common.scheduler.modes import Triggers
 from common.scheduler.request import NewRequest
 from common.scheduler.steps import (
     PlannedRow,
@@ -30,6 +36,7 @@ from common.scheduler.steps import (
     SchedulerLimits,
     StepPlan,
 )
+from common.scheduler.swap import SwapSpace
 
 FIRST = (FirstToken(choice=0, token=SampledToken(token_id=2000)),)
 GATEWAY = GatewayId("gateway-0")
@@ -76,6 +83,8 @@ class Bench:
         budget: int = 16,
         max_seqs: int = 8,
         growth: int = 0,
+        num_slots: int = 0,
+        triggers: Triggers = DEFAULT_TRIGGERS,
         token_of: TokenOf = token_of,
     ) -> None:
         self.block_size = block_size
@@ -83,8 +92,14 @@ class Bench:
         self.max_seqs = max_seqs
         self.blocks = BlockManager(num_blocks, block_size, 0, "model")
         self.scheduler = LocalScheduler(
-            self.blocks, SchedulerLimits(budget, max_seqs, block_size, growth)
+            self.blocks,
+            SchedulerLimits(budget, max_seqs, block_size, growth),
+            SwapSpace(num_slots),
+            triggers,
         )
+        self.host: list[list[int]] = [[0] * block_size for _ in range(num_slots)]
+        self.frozen: list[str] = []
+        self.moved: set[str] = set()
         self.token_of = token_of
         self.pool: list[list[int]] = [[0] * block_size for _ in range(num_blocks)]
         self.streams: dict[tuple[str, int], Stream] = {}
@@ -104,6 +119,14 @@ class Bench:
                 case CopyBlocks(pairs):
                     for source, target in pairs:
                         self.pool[target] = list(self.pool[source])
+                case SwapOut(_, _, pairs):
+                    for block, slot in pairs:
+                        self.host[slot] = list(self.pool[block])
+                case SwapIn(_, _, pairs):
+                    for block, slot in pairs:
+                        self.pool[block] = list(self.host[slot])
+                case DecodeFrozen(request_id):
+                    self.frozen.append(request_id)
                 case PromptComputed(request_id):
                     self.computed[request_id] = effect
                 case RequestEnded(request_id) | RequestBroke(request_id):
@@ -117,11 +140,15 @@ class Bench:
         name = f"{delta.request_id}/{delta.choice}"
         if gateway_id != GATEWAY:
             self.violations.append(f"{name} went to {gateway_id}")
-        if delta.index != len(stream.tokens):
+        num_repeated = len(stream.tokens) - delta.index
+        tokens = tokens_of(delta)
+        if num_repeated and delta.request_id not in self.moved:
             self.violations.append(f"{name}: index {delta.index} after {len(stream.tokens)}")
+        if num_repeated < 0 or stream.tokens[delta.index :] != tokens[:num_repeated]:
+            self.violations.append(f"{name}: {tokens} at {delta.index} after {stream.tokens}")
         if stream.finish_reason is not None:
             self.violations.append(f"{name} goes on after {stream.finish_reason}")
-        stream.tokens += tokens_of(delta)
+        stream.tokens += tokens[num_repeated:]
         stream.finish_reason = delta.finish_reason
 
     def tokens(self, name: str, choice: int = 0) -> list[int]:
@@ -145,6 +172,32 @@ class Bench:
         self.fill(owner, request.prompt)
         return self.take(self.scheduler.add_decoding(request, owner, first_tokens, 0))
 
+    def move_out(self, name: str) -> Migration:
+        """Hand a frozen request over to another worker, which accepts it at once."""
+        request_id = RequestId(name)
+        migration = self.scheduler.migration_of(request_id)
+        self.moved.add(name)
+        self.scheduler.open_handoff(request_id)
+        self.close_handoff(name, was_accepted=True)
+        return migration
+
+    def move_in(self, name: str, migration: Migration) -> list[Effect] | None:
+        """Take over what another worker decoded; None where there is no room.
+
+        The two have one gateway, so ``streams`` must be those of the other one's bench.
+        """
+        owner = f"in-{name}"
+        acquired = self.blocks.acquire(
+            owner, migration.tokens, hold=Hold.TRANSFER, max_cached_tokens=len(migration.tokens)
+        )
+        if acquired is None:
+            return None
+        self.moved.add(name)
+        request = NewRequest(
+            RequestId(name), GATEWAY, "ipc:///tokens", migration.params, migration.tokens
+        )
+        return self.take_over(request, [migration.first_token], owner)
+
     def fill(self, owner: str, tokens: Sequence[int]) -> None:
         """Write the K and V of these tokens into an owner's blocks, as a handoff does."""
         table = self.blocks.block_ids(owner)
@@ -167,6 +220,7 @@ class Bench:
         plan, effects = self.scheduler.plan()
         self.take(effects)
         self.scheduler.publish()
+        self.scheduler.validate()
         if plan is not None:
             self._look_at(plan)
         return plan, effects
@@ -178,7 +232,9 @@ class Bench:
             RowFailed("the row broke") if place in broken else self._compute(row)
             for place, row in enumerate(plan.rows)
         ]
-        return self.take(self.scheduler.finish_step(plan, results))
+        effects = self.take(self.scheduler.finish_step(plan, results))
+        self.scheduler.validate()
+        return effects
 
     def step(self) -> list[Effect]:
         """Plan and compute one step; all its effects in order."""
@@ -248,8 +304,8 @@ class Bench:
         if not row.is_last:
             return ()
         request = sequence.request
-        choices = [sequence.choice] if request.has_drawn else range(request.new.params.num_choices)
-        index = len(sequence.outputs)
+        choices = [sequence.choice] if request.has_drawn else request.new.params.choices
+        index = request.new.params.num_drawn + len(sequence.outputs)
         return tuple(
             SampledToken(token_id=self.token_of(request.request_id, choice, index))
             for choice in choices
