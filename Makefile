@@ -29,13 +29,14 @@ SETUP := FLOWPATH_TORCH=$(FLOWPATH_TORCH) bash deploy/setup.sh
 NATIVE_FILES := $(shell find native -type f \( -name '*.?pp' -o -name CMakeLists.txt \))
 NATIVE_TESTS := tests/unit/native $(wildcard $(addprefix tests/property/test_,segment_allocator.py alignment.py run_copy.py checksum.py))
 
-.PHONY: help serve test compose-test gpu-test bench setup model lint asan clean
+.PHONY: help serve test compose-test gpu-test soak bench setup model lint asan clean
 
 help:
 	@echo 'make serve   set up, prepare the default model and serve it (ARGS="--port 9000")'
 	@echo 'make test    set up, prepare the default model and run the tests (ARGS="-k gateway")'
 	@echo 'make compose-test   build the container image, bring it up and chat (some minutes)'
 	@echo 'make gpu-test   run the tests that need a GPU (with FLOWPATH_TORCH=cuda)'
+	@echo 'make soak    run the tests that change the load for minutes'
 	@echo 'make bench   run the benchmarks (ARGS="--help")'
 	@echo 'make lint    check style, formatting, types and import rules'
 	@echo 'make asan    run the native tests under the address and undefined-behaviour sanitizers'
@@ -55,6 +56,9 @@ compose-test: setup model
 
 gpu-test: setup model
 	@exec $(BIN)/pytest -m gpu tests/gpu $(ARGS)
+
+soak: setup model
+	@exec $(BIN)/pytest -m soak tests/soak tests/e2e $(ARGS)
 
 bench: setup model
 	@exec $(BIN)/python -m benchmarks $(ARGS)
