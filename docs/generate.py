@@ -31,6 +31,7 @@ from common.messages.codec import (
 from common.sampling import SampledToken, SamplingParams
 from common.telemetry.metrics import ControllerMetrics, WorkerMetrics, registered_metrics
 from common.transport.channels import CHANNELS
+from services.controller.policy.scenario import SCENARIO_TABLE, Scenario
 from services.controller.request_machine import REQUEST_TABLE
 from services.gateway.metrics import GatewayMetrics
 
@@ -86,6 +87,12 @@ MACHINES = (
         REQUEST_TABLE,
         "unknown",
     ),
+    Machine(
+        "The cluster's load",
+        "services/controller/policy/scenario.py",
+        SCENARIO_TABLE,
+        Scenario.NORMAL,
+    ),
     Machine("A handoff's prefill side", "common/handoff/sender.py", SENDER_TABLE, "reserving"),
     Machine("A handoff's decode side", "common/handoff/receiver.py", RECEIVER_TABLE, "reserved"),
 )
@@ -108,7 +115,9 @@ CONVERSATIONS: tuple[tuple[str, ModuleType, tuple[str, ...]], ...] = (
 PARTS = (
     fields.KVCounts,
     fields.WorkerLoad,
+    fields.WorkerRates,
     fields.PeerInfo,
+    fields.PairStatus,
     fields.PoolHandle,
     fields.CudaPoolHandle,
     fields.NcclPoolHandle,
@@ -117,6 +126,7 @@ PARTS = (
     SampledToken,
     handoff.FirstToken,
     tokens.TokenDelta,
+    fields.PhaseRecord,
     admin.WorkerStatus,
     admin.GatewayStatus,
 )

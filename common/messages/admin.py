@@ -100,7 +100,8 @@ class StopWorker:
 class WorkerStatus:
     """One worker as its last heartbeat told it. ``kv`` and ``load`` are None before the first.
 
-    ``pairs`` are a prefill worker's, with the decode workers that it knows.
+    ``pairs`` are a prefill worker's, with the decode workers that it knows. ``role`` is the one it
+    was told to have; while ``is_switching`` it has not confirmed it.
     """
 
     id: WorkerId
@@ -115,6 +116,7 @@ class WorkerStatus:
     pairs: Pairs
     mode: Mode
     rates: WorkerRates | None
+    is_switching: Flag = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRUCT)

@@ -19,8 +19,12 @@ from common.messages.fields import Role, WorkerLoad, WorkerState
 from services.cli.admin import give_order, need_status
 
 POLL_SECONDS = 0.1
+SETTLE_SECONDS = 0.1
+"""What was placed on a worker just before it was to drain is in its heartbeats after so long."""
 
 Tell = Callable[[str], None]
+LeftToDo = Callable[[WorkerStatus, float], str]
+"""Says what is left of an order that was given so many seconds ago; nothing when it is done."""
 
 
 class GivenRole(StrEnum):
@@ -43,8 +47,10 @@ async def switch_role(
     if wait_seconds is None:
         return
 
-    def left_to_do(status: WorkerStatus) -> str:
-        return "" if status.role is wanted else f"is still {status.role}"
+    def left_to_do(status: WorkerStatus, _ordered_seconds_ago: float) -> str:
+        if status.role is not wanted:
+            return f"is still {status.role}"
+        return "has not confirmed it" if status.is_switching else ""
 
     await _follow(settings, worker, left_to_do, wait_seconds, tell)
     tell(f"{worker} is {wanted}")
@@ -74,22 +80,23 @@ async def drain(
 async def _follow(
     settings: Settings,
     worker: str,
-    left_to_do: Callable[[WorkerStatus], str],
+    left_to_do: LeftToDo,
     wait_seconds: float,
     tell: Tell,
 ) -> None:
     """Ask for the worker's state until nothing is left; each change of what is left is told."""
-    deadline = monotonic() + wait_seconds
+    ordered_at = monotonic()
     told = ""
     while True:
+        seconds = monotonic() - ordered_at
         report = await need_status(settings)
         found = next((status for status in report.workers if status.id == worker), None)
         if found is None:
             raise ConfigError(f"{worker} has left the cluster")
-        left = left_to_do(found)
+        left = left_to_do(found, seconds)
         if not left:
             return
-        if monotonic() > deadline:
+        if seconds > wait_seconds:
             raise ConfigError(f"after {wait_seconds:g} s {worker} {left}; the order stays")
         if left != told:
             told = left
@@ -97,15 +104,15 @@ async def _follow(
         await asyncio.sleep(POLL_SECONDS)
 
 
-def _drain_left(status: WorkerStatus) -> str:
+def _drain_left(status: WorkerStatus, _ordered_seconds_ago: float) -> str:
     return "still drains" if status.state is WorkerState.DRAINING else ""
 
 
-def _work_left(status: WorkerStatus) -> str:
+def _work_left(status: WorkerStatus, ordered_seconds_ago: float) -> str:
     if status.state is not WorkerState.DRAINING:
         return f"is still {status.state}"
-    if status.load is None:
-        return "has not told its load"
+    if status.load is None or status.heartbeat_age_seconds > ordered_seconds_ago - SETTLE_SECONDS:
+        return "has not told its load since"
     work = ", ".join(_work(status.load))
     return f"has {work} left" if work else ""
 

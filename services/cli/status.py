@@ -56,7 +56,8 @@ def _workers(report: StatusReport) -> Table:
         counts = (kv.total, kv.free, kv.referenced, kv.cached, kv.in_transfer) if kv else ()
         cells = [str(count) for count in counts] or ["-"] * 5
         peers = "\n".join(_peers(worker, report)) or "-"
-        who = (worker.id, escape(host_name(worker.host)), str(worker.pid), worker.role)
+        role = f"{worker.role} (switching)" if worker.is_switching else worker.role
+        who = (worker.id, escape(host_name(worker.host)), str(worker.pid), role)
         workers.add_row(*who, worker.state, *cells, peers)
     return workers
 

@@ -44,7 +44,7 @@ WORKER = WorkerStatus(
     epoch=Epoch(5),
     role=Role.DECODE,
     state=WorkerState.READY,
-    heartbeat_age_seconds=0.1,
+    heartbeat_age_seconds=0.0,
     kv=None,
     load=NOTHING,
     pairs=(),
@@ -58,6 +58,7 @@ DONE = OrderDone(message="ordered")
 @pytest.fixture(autouse=True)
 def _poll_fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(orders_module, "POLL_SECONDS", 0.001)
+    monkeypatch.setattr(orders_module, "SETTLE_SECONDS", 0.0)
 
 
 @pytest.fixture
@@ -107,9 +108,16 @@ async def test_a_role_is_ordered_and_the_answer_is_told(settings: Settings) -> N
 async def test_a_wait_for_a_role_ends_when_the_worker_has_it(settings: Settings) -> None:
     told: list[str] = []
     switched = replace(WORKER, role=Role.PREFILL)
-    async with scripted_admin(settings, Controller([WORKER], [WORKER], [switched])):
+    switching = replace(switched, is_switching=True)
+    states = ([WORKER], [WORKER], [switching], [switched])
+    async with scripted_admin(settings, Controller(*states)):
         await switch_role(settings, "decode-0", GivenRole.PREFILL, 60.0, told.append)
-    assert told == ["ordered", "  decode-0 is still decode", "decode-0 is prefill"]
+    assert told == [
+        "ordered",
+        "  decode-0 is still decode",
+        "  decode-0 has not confirmed it",
+        "decode-0 is prefill",
+    ]
 
 
 async def test_role_control_is_ordered(settings: Settings) -> None:
@@ -131,10 +139,22 @@ async def test_a_wait_for_a_drain_tells_what_is_left_until_nothing_is(settings: 
     assert told == [
         "ordered",
         "  decode-0 is still ready",
-        "  decode-0 has not told its load",
+        "  decode-0 has not told its load since",
         "  decode-0 has 1 sending, 2 decoding left",
         "  decode-0 has 1 swapped out left",
         "decode-0 has nothing to do",
+    ]
+
+
+async def test_a_load_told_before_the_order_does_not_end_the_wait(settings: Settings) -> None:
+    old = replace(DRAINING, heartbeat_age_seconds=60.0)
+    busy = replace(DRAINING, load=replace(NOTHING, num_waiting=1))
+    told: list[str] = []
+    async with scripted_admin(settings, Controller([old], [old], [busy], [DRAINING])):
+        await drain(settings, "decode-0", True, 60.0, told.append)
+    assert told[1:3] == [
+        "  decode-0 has not told its load since",
+        "  decode-0 has 1 waiting left",
     ]
 
 

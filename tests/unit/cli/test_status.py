@@ -132,6 +132,12 @@ def test_a_pair_that_works_is_told_with_its_transport() -> None:
     assert lines[4].endswith("- - prefill-0 tcp")
 
 
+def test_a_role_that_is_not_confirmed_yet_is_told_as_such() -> None:
+    switching = replace(REPORT.workers[1], is_switching=True)
+    lines = printed(replace(REPORT, workers=(REPORT.workers[0], switching)))
+    assert lines[4].startswith("decode-0 b 12 decode (switching) draining")
+
+
 def test_a_cluster_whose_gateways_drain_is_draining() -> None:
     draining = replace(REPORT.gateways[0], is_draining=True)
     lines = printed(replace(REPORT, is_ready=True, reason="", gateways=(draining,)))
