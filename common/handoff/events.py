@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from common.errors import ErrorCode
+from common.messages.fields import Phases
 from common.messages.handoff import AbortReason, FirstToken
 
 # ---- events of both sides ----------------------------------------------------------------------
@@ -106,12 +107,17 @@ class ReserveRepeated:
 
 @dataclass(frozen=True, slots=True)
 class CommitReceived:
-    """Every block is written, the peer says; one checksum per block after the cached ones."""
+    """Every block is written, the peer says; one checksum per block after the cached ones.
+
+    ``prefill_done_at`` is on the clock of this side.
+    """
 
     first_tokens: tuple[FirstToken, ...]
     num_cached_tokens: int
     prefill_done_at: float
     checksums: tuple[int, ...]
+    is_migration: bool = False
+    phases: Phases = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """The worker's side of the control channel: registration, heartbeats, orders."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from time import monotonic
 
@@ -14,7 +14,6 @@ from common.messages.control import (
     Directive,
     Fenced,
     Goodbye,
-    Heartbeat,
     HeartbeatAnswered,
     HelloRefused,
     HelloRequested,
@@ -59,6 +58,10 @@ Order = (
 )
 
 
+News = tuple[WorkerToController, tuple[bytes, ...]]
+"""A message with its raw frames."""
+
+
 class WasFenced(Exception):  # noqa: N818  # an outcome, not an error
     """The controller declared this incarnation dead; a new one must begin."""
 
@@ -66,20 +69,21 @@ class WasFenced(Exception):  # noqa: N818  # an outcome, not an error
 class ControlLink:
     """Keeps the worker registered and hands the controller's orders on.
 
-    A controller that is not heard from for ``death_seconds`` is told of in the log.
+    ``news`` is what is sent as a heartbeat, whose own message is the last. A controller that is not
+    heard from for ``death_seconds`` is told of in the log.
     """
 
     def __init__(
         self,
         link: DealerLink[WorkerToController, ControllerToWorker],
         own: OwnRole,
-        heartbeat: Callable[[], Heartbeat],
+        news: Callable[[], Sequence[News]],
         on_order: Callable[[Order, tuple[bytes, ...]], None],
         death_seconds: float,
     ) -> None:
         self._link = link
         self._own = own
-        self._heartbeat = heartbeat
+        self._news = news
         self._on_order = on_order
         self._heartbeat_seconds = HELLO_RETRY_SECONDS
         self._is_registered = False
@@ -162,7 +166,7 @@ class ControlLink:
                 num_tries += 1
         while True:
             self._hurry.clear()
-            self._link.try_send(self._heartbeat(), "heartbeat")
+            self._send_news("heartbeat")
             await asyncio.sleep(min(MIN_BEAT_SECONDS, self._heartbeat_seconds))
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._heartbeat_seconds - MIN_BEAT_SECONDS):
@@ -181,11 +185,15 @@ class ControlLink:
         if not self._is_registered or self._is_silent:
             return
         self._caught_up.clear()
-        self._link.try_send(self._heartbeat(), cause)
+        self._send_news(cause)
         self._awaited_sequence = self._link.last_sequence
         with suppress(TimeoutError):
             async with asyncio.timeout(CATCH_UP_SECONDS):
                 await self._caught_up.wait()
+
+    def _send_news(self, cause: str) -> None:
+        for message, payload in self._news():
+            self._link.try_send(message, cause, payload)
 
     def _note_heard(self) -> None:
         now = monotonic()

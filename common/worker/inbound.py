@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from time import monotonic
 
@@ -43,7 +42,6 @@ from common.messages.handoff import (
     Commit,
     CommitRefused,
     DecodeToPrefill,
-    FirstToken,
     LeasesRenewed,
     PairAccepted,
     PairRefused,
@@ -56,44 +54,17 @@ from common.messages.handoff import (
     ReserveRefused,
 )
 from common.scheduler.request import NewRequest
-from common.transfer.backend import PoolExport
 from common.transfer.verify import verify_blocks
 from common.transport.sockets import RouterHub
+from common.worker.availability import Refusal
 from common.worker.fences import WriteFences
+from common.worker.incoming import IncomingTransfer, PrefixEnded, TakenOver
 from common.worker.paired_peers import PairedPeers, Peer
 from common.worker.payload import pack_ids, unpack_checksums, unpack_prompt
+from common.worker.phases import PrefixCopied
 from common.worker.setup import HandoffSetup
 
 log = structlog.get_logger()
-
-
-@dataclass(slots=True, eq=False)
-class _Transfer:
-    transfer_id: TransferId
-    peer: Peer
-    new: NewRequest
-    machine: HandoffReceiver
-    block_ids: tuple[int, ...]
-    num_cached_blocks: int
-    export: PoolExport
-    token: bytes = b""
-    cancelled_choices: set[int] = field(default_factory=set)
-
-    @property
-    def written_ids(self) -> tuple[int, ...]:
-        """The blocks that the peer writes."""
-        return self.block_ids[self.num_cached_blocks :]
-
-
-@dataclass(frozen=True, slots=True)
-class TakenOver:
-    """A verified request whose blocks are held under ``owner``; these choices go on."""
-
-    new: NewRequest
-    owner: str
-    first_tokens: tuple[FirstToken, ...]
-    num_cached_tokens: int
-    seconds_since_prefill: float
 
 
 class InboundHandoffs:
@@ -104,9 +75,10 @@ class InboundHandoffs:
         setup: HandoffSetup,
         hub: RouterHub[DecodeToPrefill, PrefillToDecode],
         blocks: BlockManager,
-        why_refuse: Callable[[RequestId], tuple[ErrorCode, str] | None],
+        why_refuse: Callable[[Reserve], Refusal | None],
         on_taken_over: Callable[[TakenOver], None],
         on_dropped: Callable[[RequestId], None],
+        on_prefix: Callable[[PrefixEnded], None],
     ) -> None:
         self._setup = setup
         self._hub = hub
@@ -114,10 +86,11 @@ class InboundHandoffs:
         self._why_refuse = why_refuse
         self._on_taken_over = on_taken_over
         self._on_dropped = on_dropped
+        self._on_prefix = on_prefix
         self._peers = PairedPeers(setup)
         self._undead: dict[Peer, str] = {}
         self._fences = WriteFences(setup.tasks, blocks.release)
-        self._transfers: dict[TransferId, _Transfer] = {}
+        self._transfers: dict[TransferId, IncomingTransfer] = {}
 
     async def serve(self) -> None:
         """Answer prefill sides until the socket is closed."""
@@ -136,7 +109,7 @@ class InboundHandoffs:
         """
         for transfer in list(self._transfers.values()):
             owned = transfer.machine.phase is ReceiverPhase.ACCEPTED
-            if transfer.new.request_id != request_id or owned:
+            if transfer.request_id != request_id or owned or transfer.is_prefix:
                 continue
             if choice is None:
                 self._handle(transfer, CancelRequested(AbortReason.CANCELLED))
@@ -171,7 +144,7 @@ class InboundHandoffs:
         for transfer in self._transfers_of(peer):
             self._handle(transfer, PeerLost(f"prefill worker {peer[0]} {reason}"))
 
-    def _transfers_of(self, peer: Peer) -> list[_Transfer]:
+    def _transfers_of(self, peer: Peer) -> list[IncomingTransfer]:
         return [t for t in self._transfers.values() if t.peer == peer]
 
     def stop_all(self, reason: AbortReason) -> None:
@@ -256,10 +229,11 @@ class InboundHandoffs:
         if export is None or self._fences.is_freeing(message.transfer_id):
             return  # a late repeat
         prompt = unpack_prompt(payload, message.num_prompt_tokens, message.params.num_drawn)
-        refusal = self._why_refuse(message.request_id)
+        refusal = self._why_refuse(message)
         acquired = None
         if refusal is None:
-            wanted = len(prompt) + min(message.params.num_left, self._setup.growth_tokens)
+            growth = 0 if message.is_prefix else message.params.num_left
+            wanted = len(prompt) + min(growth, self._setup.growth_tokens)
             acquired = self._blocks.acquire(
                 message.transfer_id,
                 prompt,
@@ -269,11 +243,7 @@ class InboundHandoffs:
             )
             refusal = (ErrorCode.NO_ROOM, f"no {len(prompt)} tokens of KV memory are free")
         if acquired is None:
-            refused = ReserveRefused(
-                transfer_id=message.transfer_id, code=refusal[0], message=refusal[1]
-            )
-            log.info("reserve_refused", request_id=message.request_id, reason=refusal[1])
-            self._hub.try_send(peer, refused, message.request_id)
+            self._refuse(peer, message, refusal)
             return
         new = NewRequest(
             message.request_id,
@@ -282,7 +252,7 @@ class InboundHandoffs:
             message.params,
             prompt,
         )
-        transfer = _Transfer(
+        transfer = IncomingTransfer(
             message.transfer_id,
             peer,
             new,
@@ -290,6 +260,7 @@ class InboundHandoffs:
             acquired.block_ids[: -(-len(prompt) // self._setup.block_size)],
             acquired.num_cached_tokens // self._setup.block_size,
             export,
+            message.is_prefix,
         )
         self._transfers[transfer.transfer_id] = transfer
         self._grant(transfer)
@@ -301,6 +272,15 @@ class InboundHandoffs:
             num_cached_blocks=transfer.num_cached_blocks,
         )
         self._send_reserved(transfer)
+
+    def _refuse(self, peer: Peer, message: Reserve, refusal: Refusal) -> None:
+        refused = ReserveRefused(
+            transfer_id=message.transfer_id, code=refusal[0], message=refusal[1]
+        )
+        log.info("reserve_refused", request_id=message.request_id, reason=refusal[1])
+        self._hub.try_send(peer, refused, message.request_id)
+        if message.is_prefix:
+            self._on_prefix(PrefixEnded(message.request_id, PrefixCopied()))
 
     def _commit(self, peer: Peer, message: Commit, payload: tuple[bytes, ...]) -> None:
         transfer = self._transfers.get(message.transfer_id)
@@ -316,10 +296,19 @@ class InboundHandoffs:
         event = CommitReceived(
             message.first_tokens,
             message.num_cached_tokens,
-            message.prefill_done_at,
+            self._done_at(peer, message),
             unpack_checksums(payload, num_written),
+            message.is_migration,
+            message.phases,
         )
         self._handle(transfer, event)
+
+    def _done_at(self, peer: Peer, commit: Commit) -> float:
+        """Return when the peer's part ended, on this host's clock, which may not be the peer's."""
+        now = monotonic()
+        if self._peers.is_on_this_host(peer):
+            return min(now, commit.prefill_done_at)
+        return now - commit.seconds_since_prefill
 
     def _renew(self, peer: Peer, message: RenewLeases) -> None:
         """Renew what the peer names; what it no longer names, it no longer writes into."""
@@ -351,10 +340,10 @@ class InboundHandoffs:
         if transfer is not None and transfer.peer == peer:
             self._handle(transfer, event)
 
-    def _handle(self, transfer: _Transfer, event: ReceiverEvent) -> None:
+    def _handle(self, transfer: IncomingTransfer, event: ReceiverEvent) -> None:
         self._execute(transfer, transfer.machine.handle(event))
 
-    def _execute(self, transfer: _Transfer, effects: Sequence[ReceiverEffect]) -> None:
+    def _execute(self, transfer: IncomingTransfer, effects: Sequence[ReceiverEffect]) -> None:
         transfer_id = transfer.transfer_id
         for effect in effects:
             match effect:
@@ -386,7 +375,7 @@ class InboundHandoffs:
                 case Ended(outcome):
                     self._ended(transfer, type(outcome).__name__, str(outcome))
 
-    async def _verify(self, transfer: _Transfer, checksums: tuple[int, ...]) -> None:
+    async def _verify(self, transfer: IncomingTransfer, checksums: tuple[int, ...]) -> None:
         loop = asyncio.get_running_loop()
         expected = np.array(checksums, dtype=np.uint64)
         await self._fences.fence(transfer.export, transfer.transfer_id)
@@ -399,54 +388,60 @@ class InboundHandoffs:
         place = wrong + transfer.num_cached_blocks
         log.error(
             "block_damaged",
-            request_id=transfer.new.request_id,
+            request_id=transfer.request_id,
             transfer_id=transfer.transfer_id,
             block_index=place,
         )
         self._handle(transfer, VerifyFailed(place))
 
-    def _grant(self, transfer: _Transfer) -> None:
+    def _grant(self, transfer: IncomingTransfer) -> None:
         """Let the peer write, the first time or once more."""
         transfer.token = transfer.export.grant(
             transfer.transfer_id, transfer.written_ids, transfer.token or None
         )
 
-    def _end_drain(self, transfer: _Transfer) -> None:
+    def _end_drain(self, transfer: IncomingTransfer) -> None:
         """A fence says what the peer's ``Aborted`` says, also when the peer cannot be reached."""
         if transfer.machine.phase is ReceiverPhase.DRAINING:
             self._handle(transfer, AbortedReceived())
 
-    def _take_over(self, transfer: _Transfer, commit: CommitReceived) -> None:
-        going_on = tuple(
-            first for first in commit.first_tokens if first.choice not in transfer.cancelled_choices
-        )
+    def _take_over(self, transfer: IncomingTransfer, commit: CommitReceived) -> None:
         seconds = monotonic() - commit.prefill_done_at
         log.info(
             "handoff_accepted",
-            request_id=transfer.new.request_id,
+            request_id=transfer.request_id,
             transfer_id=transfer.transfer_id,
             prefill_worker=transfer.peer[0],
             seconds_since_prefill=round(seconds, 6),
+            is_prefix=transfer.is_prefix,
+            is_migration=commit.is_migration,
         )
-        taken = TakenOver(
-            transfer.new, transfer.transfer_id, going_on, commit.num_cached_tokens, seconds
-        )
-        self._on_taken_over(taken)
+        if not transfer.is_prefix:
+            self._on_taken_over(transfer.taken_over(commit))
+            return
+        # Nobody holds the blocks from now on; they stay cached.
+        self._blocks.publish(transfer.transfer_id, transfer.new.prompt)
+        self._blocks.release(transfer.transfer_id)
+        self._on_prefix(PrefixEnded(transfer.request_id, transfer.copied(commit)))
 
-    def _ended(self, transfer: _Transfer, outcome: str, detail: str) -> None:
+    def _ended(self, transfer: IncomingTransfer, outcome: str, detail: str) -> None:
         del self._transfers[transfer.transfer_id]
         log.info(
             "handoff_closed",
-            request_id=transfer.new.request_id,
+            request_id=transfer.request_id,
             transfer_id=transfer.transfer_id,
             prefill_worker=transfer.peer[0],
             outcome=outcome,
             detail=detail,
         )
-        if outcome != "HandedOver":
-            self._on_dropped(transfer.new.request_id)
+        if outcome == "HandedOver":
+            return
+        if transfer.is_prefix:
+            self._on_prefix(PrefixEnded(transfer.request_id, PrefixCopied()))
+        else:
+            self._on_dropped(transfer.request_id)
 
-    def _send_reserved(self, transfer: _Transfer) -> None:
+    def _send_reserved(self, transfer: IncomingTransfer) -> None:
         reserved = Reserved(
             transfer_id=transfer.transfer_id,
             num_cached_blocks=transfer.num_cached_blocks,
@@ -455,8 +450,8 @@ class InboundHandoffs:
         self._send(transfer, reserved, (pack_ids(transfer.block_ids),))
 
     def _send(
-        self, transfer: _Transfer, message: DecodeToPrefill, payload: tuple[bytes, ...] = ()
+        self, transfer: IncomingTransfer, message: DecodeToPrefill, payload: tuple[bytes, ...] = ()
     ) -> None:
-        if not self._hub.try_send(transfer.peer, message, transfer.new.request_id, payload):
+        if not self._hub.try_send(transfer.peer, message, transfer.request_id, payload):
             # The lease ends what this answer would have moved on.
             log.warning("handoff_answer_lost", transfer_id=transfer.transfer_id)

@@ -19,6 +19,7 @@ from common.models.config import ModelConfig
 from common.models.default_model import ensure_default_model
 from common.telemetry.progress import Progress
 from common.worker.devices import GpuPlace, gpu_pool_bytes, place_worker
+from common.worker.host_blocks import HostBlocks, open_host_blocks
 
 log = structlog.get_logger()
 
@@ -43,6 +44,7 @@ class Machine:
     layout: KVLayout
     pool: BlockPool
     engine: Engine
+    host_blocks: HostBlocks
     max_num_batched_tokens: int
     max_num_seqs: int
 
@@ -65,6 +67,7 @@ def build_machine(settings: Settings, worker_id: str) -> Machine:
         dtype=machine.layout.dtype,
         kv_cache_dtype=machine.layout.element_dtype,
         num_blocks=machine.pool.num_blocks,
+        num_host_blocks=machine.host_blocks.num_slots,
         block_bytes=machine.layout.block_bytes,
         threads=settings.num_threads,
         seconds=round(monotonic() - started, 3),
@@ -88,6 +91,7 @@ def _build_on_cpu(settings: Settings, config: ModelConfig) -> Machine:
         engine=CpuEngine(
             config.folder, layout, pool.buffer, settings.num_threads, has_weights=has_weights
         ),
+        host_blocks=open_host_blocks(pool, settings.swap_bytes),
         max_num_batched_tokens=settings.max_num_batched_tokens or CPU_BATCHED_TOKENS,
         max_num_seqs=settings.max_num_seqs or CPU_SEQS,
     )
@@ -143,6 +147,7 @@ def _build_on_gpu(settings: Settings, config: ModelConfig, place: GpuPlace) -> M
         layout=layout,
         pool=pool,
         engine=engine,
+        host_blocks=open_host_blocks(pool, settings.swap_bytes),
         max_num_batched_tokens=max_num_batched_tokens,
         max_num_seqs=max_num_seqs,
     )

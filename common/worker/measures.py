@@ -1,14 +1,15 @@
 """From a worker's own values to its metrics."""
 
 from collections.abc import Sequence
-from time import perf_counter
+from dataclasses import dataclass
+from time import monotonic
 from typing import assert_never
 
 from common.handoff.events import Aborted, Failed, HandedOver, Outcome, PeerGone, Refused
 from common.messages.control import Heartbeat
 from common.scheduler.steps import StepPlan
 from common.telemetry.metrics import WorkerMetrics
-from common.worker.outbound import TransferTotals
+from common.worker.outgoing import TransferTotals
 from common.worker.stepping import FinishedStep
 
 
@@ -57,6 +58,18 @@ def _failure(outcome: Outcome) -> str | None:
             assert_never(outcome)
 
 
+@dataclass(frozen=True, slots=True)
+class TimedStep:
+    """A finished step, when it began on the monotonic clock, and how long it took, in seconds.
+
+    It began when the worker handed it over, or when the one before it was over.
+    """
+
+    step: FinishedStep
+    started_at: float
+    seconds: float
+
+
 class StepClock:
     """Times a worker's steps: the engine's, and what the worker itself does between them."""
 
@@ -69,11 +82,11 @@ class StepClock:
 
     def start(self) -> None:
         """The worker has something to do, again."""
-        self._host_since = perf_counter()
+        self._host_since = monotonic()
 
     def hand_over(self, plan: StepPlan | None) -> None:
         """The worker waits for the engine's thread now, which gets ``plan``."""
-        now = perf_counter()
+        now = monotonic()
         self._host_seconds += now - self._host_since
         if plan is None:
             return
@@ -82,13 +95,15 @@ class StepClock:
             self._busy_since = now
         self._num_open += 1
 
-    def take_over(self, steps: Sequence[FinishedStep]) -> Sequence[FinishedStep]:
+    def take_over(self, steps: Sequence[FinishedStep]) -> list[TimedStep]:
         """The engine's thread came back with these steps, which are returned."""
-        now = perf_counter()
+        now = monotonic()
         self._host_since = now
+        timed: list[TimedStep] = []
         for step in steps:
             self._num_open -= 1
+            timed.append(TimedStep(step, self._busy_since, now - self._busy_since))
             self._metrics.step_seconds.observe(now - self._busy_since)
             self._metrics.step_host_seconds.observe(self._host_seconds + step.launch_seconds)
             self._busy_since, self._host_seconds = now, 0.0
-        return steps
+        return timed

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from math import inf
 from time import monotonic
 
@@ -54,41 +53,17 @@ from common.messages.handoff import (
     Reserved,
     ReserveRefused,
 )
-from common.scheduler.request import LocalRequest
 from common.transfer.backend import TransferBackend, WriteReport
 from common.transport.sockets import DealerLink
 from common.worker.decode_peer import RETRY_SECONDS, DecodePeer, FailedPairs, PeerKey
+from common.worker.outgoing import HandoffEnd, HandoffKind, Outgoing, OutgoingTransfer
 from common.worker.payload import pack_checksums, pack_ids, unpack_ids
 from common.worker.setup import HandoffSetup
 
 log = structlog.get_logger()
 
 Connect = Callable[[str], DealerLink[PrefillToDecode, DecodeToPrefill]]
-
-
-@dataclass(frozen=True, slots=True)
-class TransferTotals:
-    """What one handoff moved: bytes, contiguous copies, and the time in writes."""
-
-    num_bytes: int
-    num_calls: int
-    seconds: float
-
-
-OnEnded = Callable[[RequestId, WorkerId, Outcome, TransferTotals], None]
-
-
-@dataclass(slots=True, eq=False)
-class _Transfer:
-    transfer_id: TransferId
-    request: LocalRequest
-    peer: DecodePeer
-    machine: HandoffSender
-    source_ids: tuple[int, ...]
-    token: bytes = b""
-    num_bytes: int = 0
-    num_calls: int = 0
-    write_seconds: float = 0.0
+OnEnded = Callable[[HandoffEnd], None]
 
 
 class OutboundHandoffs:
@@ -107,8 +82,8 @@ class OutboundHandoffs:
         self._on_ended = on_ended
         self._peers: dict[PeerKey, DecodePeer] = {}
         self._failed = FailedPairs()
-        self._transfers: dict[TransferId, _Transfer] = {}
-        self._by_request: dict[RequestId, _Transfer] = {}
+        self._transfers: dict[TransferId, OutgoingTransfer] = {}
+        self._by_request: dict[RequestId, OutgoingTransfer] = {}
 
     # ---- peers -----------------------------------------------------------------------------------
 
@@ -219,26 +194,33 @@ class OutboundHandoffs:
 
     # ---- transfers -------------------------------------------------------------------------------
 
-    def begin(self, request: LocalRequest, decode: PeerInfo) -> None:
-        """Ask a decode side to reserve blocks for the request's prompt."""
-        peer = self._peer(decode)
-        machine = HandoffSender(
-            len(request.lead.block_table), monotonic() + self._setup.lease_seconds
-        )
-        transfer = _Transfer(new_transfer_id(), request, peer, machine, request.lead.block_table)
+    def begin(self, outgoing: Outgoing, target: PeerInfo) -> None:
+        """Ask another worker to reserve blocks; ``progress`` and ``finish`` follow."""
+        self._by_request[outgoing.request_id] = self._begin(outgoing, target)
+
+    def send_prefix(self, outgoing: Outgoing, target: PeerInfo) -> None:
+        """Let another worker have blocks that are whole, while its request may be here too."""
+        transfer = self._begin(outgoing, target)
+        self._handle(transfer, PrefillFinished((), len(outgoing.prompt), monotonic()))
+
+    def _begin(self, outgoing: Outgoing, target: PeerInfo) -> OutgoingTransfer:
+        peer = self._peer(target)
+        machine = HandoffSender(len(outgoing.block_ids), monotonic() + self._setup.lease_seconds)
+        transfer = OutgoingTransfer(new_transfer_id(), outgoing, peer, machine)
         self._transfers[transfer.transfer_id] = transfer
-        self._by_request[request.request_id] = transfer
         log.info(
             "handoff_begun",
-            request_id=request.request_id,
+            request_id=outgoing.request_id,
             transfer_id=transfer.transfer_id,
-            decode_worker=decode.worker_id,
+            decode_worker=target.worker_id,
+            kind=outgoing.kind,
             num_blocks=machine.num_blocks,
         )
         if peer.pool is None:
             peer.unsent.append(transfer.transfer_id)
         else:
             self._send_reserve(transfer)
+        return transfer
 
     def progress(self, request_id: RequestId, num_blocks: int) -> None:
         """The first blocks of the prompt are whole."""
@@ -296,24 +278,25 @@ class OutboundHandoffs:
                 peer.pool.end()
         self._peers.clear()
 
-    def _send_reserve(self, transfer: _Transfer) -> None:
-        new = transfer.request.new
+    def _send_reserve(self, transfer: OutgoingTransfer) -> None:
+        outgoing = transfer.outgoing
         reserve = Reserve(
             transfer_id=transfer.transfer_id,
-            request_id=new.request_id,
-            gateway_id=new.gateway_id,
-            tokens_endpoint=new.tokens_endpoint,
-            params=new.params,
-            num_prompt_tokens=len(new.prompt),
+            request_id=outgoing.request_id,
+            gateway_id=outgoing.gateway_id,
+            tokens_endpoint=outgoing.tokens_endpoint,
+            params=outgoing.params,
+            num_prompt_tokens=len(outgoing.prompt),
+            is_prefix=outgoing.kind is HandoffKind.PREFIX,
         )
-        self._send(transfer, reserve, (pack_ids(new.prompt),))
+        self._send(transfer, reserve, (pack_ids(outgoing.prompt),))
 
     def _send(
-        self, transfer: _Transfer, message: PrefillToDecode, payload: tuple[bytes, ...] = ()
+        self, transfer: OutgoingTransfer, message: PrefillToDecode, payload: tuple[bytes, ...] = ()
     ) -> None:
         if transfer.peer.is_gone:
             return
-        if not transfer.peer.link.try_send(message, transfer.request.request_id, payload):
+        if not transfer.peer.link.try_send(message, transfer.request_id, payload):
             log.error("handoff_queue_full", peer=transfer.peer.info.worker_id)
             info = transfer.peer.info
             loop = asyncio.get_running_loop()
@@ -351,25 +334,17 @@ class OutboundHandoffs:
         if transfer is not None:
             self._handle(transfer, event)
 
-    def _handle(self, transfer: _Transfer, event: SenderEvent) -> None:
+    def _handle(self, transfer: OutgoingTransfer, event: SenderEvent) -> None:
         self._execute(transfer, transfer.machine.handle(event))
 
-    def _execute(self, transfer: _Transfer, effects: Sequence[SenderEffect]) -> None:
+    def _execute(self, transfer: OutgoingTransfer, effects: Sequence[SenderEffect]) -> None:
         transfer_id = transfer.transfer_id
         for effect in effects:
             match effect:
                 case StartWrite(first, num_blocks):
                     self._start_write(transfer, first, num_blocks)
                 case SendCommit(finished, checksums):
-                    # Choices may have been cancelled since the prefill ended.
-                    live = transfer.request.live_choices
-                    commit = Commit(
-                        transfer_id=transfer_id,
-                        num_tokens=len(transfer.request.new.prompt),
-                        num_cached_tokens=finished.num_cached_tokens,
-                        first_tokens=tuple(f for f in finished.first_tokens if f.choice in live),
-                        prefill_done_at=finished.at,
-                    )
+                    commit = self._commit_of(transfer, finished)
                     self._send(transfer, commit, (pack_checksums(checksums),))
                 case SendRelease():
                     self._send(transfer, Release(transfer_id=transfer_id))
@@ -380,17 +355,33 @@ class OutboundHandoffs:
                 case Ended(outcome):
                     self._ended(transfer, outcome)
 
-    def _start_write(self, transfer: _Transfer, first: int, num_blocks: int) -> None:
+    def _commit_of(self, transfer: OutgoingTransfer, finished: PrefillFinished) -> Commit:
+        outgoing = transfer.outgoing
+        live = outgoing.live_choices()  # some may have been cancelled since the prefill ended
+        return Commit(
+            transfer_id=transfer.transfer_id,
+            num_tokens=len(outgoing.prompt),
+            num_cached_tokens=finished.num_cached_tokens,
+            first_tokens=tuple(f for f in finished.first_tokens if f.choice in live),
+            prefill_done_at=finished.at,
+            seconds_since_prefill=monotonic() - finished.at,
+            is_migration=outgoing.kind is HandoffKind.DECODE,
+            phases=transfer.phases(self._setup.own.info.worker_id),
+        )
+
+    def _start_write(self, transfer: OutgoingTransfer, first: int, num_blocks: int) -> None:
         pool = transfer.peer.pool
         assert pool is not None, "a peer that reserved is paired"
-        sources = transfer.source_ids[first : first + num_blocks]
+        sources = transfer.outgoing.block_ids[first : first + num_blocks]
         targets = transfer.machine.target_ids[first : first + num_blocks]
         writing = pool.write(sources, targets, transfer.token)
         self._setup.tasks.create_task(
             self._write(transfer, writing), name=f"write {transfer.transfer_id}"
         )
 
-    async def _write(self, transfer: _Transfer, writing: asyncio.Future[WriteReport]) -> None:
+    async def _write(
+        self, transfer: OutgoingTransfer, writing: asyncio.Future[WriteReport]
+    ) -> None:
         event: SenderEvent
         try:
             report = await writing
@@ -403,16 +394,16 @@ class OutboundHandoffs:
             event = WriteFinished(tuple(int(c) for c in report.checksums))
         self._handle(transfer, event)
 
-    def _ended(self, transfer: _Transfer, outcome: Outcome) -> None:
+    def _ended(self, transfer: OutgoingTransfer, outcome: Outcome) -> None:
         assert transfer.machine.phase is SenderPhase.ENDED, "the machine said so"
         del self._transfers[transfer.transfer_id]
-        if self._by_request.get(transfer.request.request_id) is transfer:
-            del self._by_request[transfer.request.request_id]
+        if self._by_request.get(transfer.request_id) is transfer:
+            del self._by_request[transfer.request_id]
         if transfer.transfer_id in transfer.peer.unsent:
             transfer.peer.unsent.remove(transfer.transfer_id)
         log.info(
             "handoff_ended",
-            request_id=transfer.request.request_id,
+            request_id=transfer.request_id,
             transfer_id=transfer.transfer_id,
             decode_worker=transfer.peer.info.worker_id,
             outcome=type(outcome).__name__,
@@ -422,5 +413,5 @@ class OutboundHandoffs:
             num_calls=transfer.num_calls,
             write_seconds=round(transfer.write_seconds, 6),
         )
-        totals = TransferTotals(transfer.num_bytes, transfer.num_calls, transfer.write_seconds)
-        self._on_ended(transfer.request.request_id, transfer.peer.info.worker_id, outcome, totals)
+        worker_id = transfer.peer.info.worker_id
+        self._on_ended(HandoffEnd(transfer.outgoing, worker_id, outcome, transfer.totals))

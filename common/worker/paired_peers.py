@@ -62,6 +62,10 @@ class PairedPeers:
         """Return the export that a paired incarnation writes into."""
         return self._exports.get(peer)
 
+    def is_on_this_host(self, peer: Peer) -> bool:
+        """Whether the incarnation is known to be a process of this host."""
+        return peer in self._pids
+
     def is_running(self, peer: Peer) -> bool:
         """Whether the incarnation's process is known, on this host, to run."""
         pid = self._pids.get(peer)

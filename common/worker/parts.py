@@ -10,6 +10,7 @@ from common.scheduler.local import LocalScheduler
 from common.transfer.backend import PeerLink
 from common.worker.control import ControlLink
 from common.worker.emitter import TokenEmitter
+from common.worker.host_blocks import HostBlocks
 from common.worker.inbound import InboundHandoffs
 from common.worker.outbound import OutboundHandoffs
 from common.worker.own_role import OwnRole
@@ -25,7 +26,10 @@ class WorkerParts:
     blocks: BlockManager
     scheduler: LocalScheduler
     own_pool: PeerLink
+    host_blocks: HostBlocks
     lease_seconds: float
+    slow_down: float = 1.0
+    """How many times as long every step is to take."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,9 @@ from common.messages.fields import PeerInfo, Role
 from common.messages.handoff import DecodeToPrefill, PrefillToDecode
 from common.messages.tokens import WorkerToGateway
 from common.scheduler.local import LocalScheduler
+from common.scheduler.modes import Triggers
 from common.scheduler.steps import SchedulerLimits
+from common.scheduler.swap import SwapSpace
 from common.telemetry.exposition import metrics_served
 from common.telemetry.logging import configure_logging
 from common.transfer.local import LocalBackend
@@ -174,9 +176,11 @@ class _Incarnation:
                 engine=machine.engine,
                 engine_thread=hands.engine_thread,
                 blocks=blocks,
-                scheduler=LocalScheduler(blocks, limits),
+                scheduler=self._scheduler(blocks, limits),
                 own_pool=LocalBackend(machine.pool).open_peer(machine.pool.handle()),
+                host_blocks=machine.host_blocks,
                 lease_seconds=settings.lease_seconds,
+                slow_down=settings.slow_down,
             )
         )
         setup = HandoffSetup(
@@ -198,7 +202,7 @@ class _Incarnation:
             Codec(WorkerToController),
             Codec(ControllerToWorker),
         )
-        control = ControlLink(link, own, worker.heartbeat, worker.on_order, settings.death_seconds)
+        control = ControlLink(link, own, worker.news, worker.on_order, settings.death_seconds)
         emitter = TokenEmitter(self._connector(context))
         inbound = InboundHandoffs(
             setup,
@@ -207,6 +211,7 @@ class _Incarnation:
             worker.requests.why_refuse_reservation,
             worker.requests.on_taken_over,
             worker.requests.on_dropped,
+            worker.requests.prefixes.ended,
         )
         outbound = OutboundHandoffs(
             setup,
@@ -258,6 +263,15 @@ class _Incarnation:
             max_num_batched_tokens=machine.max_num_batched_tokens,
             max_num_seqs=machine.max_num_seqs,
         )
+
+    def _scheduler(self, blocks: BlockManager, limits: SchedulerLimits) -> LocalScheduler:
+        settings = self._settings
+        triggers = Triggers(
+            prefill_threshold=settings.prefill_threshold,
+            decode_sla_seconds=settings.decode_sla / 1000,
+        )
+        swap = SwapSpace(self._machine.host_blocks.num_slots)
+        return LocalScheduler(blocks, limits, swap, triggers)
 
     def _blocks(self, hello: WorkerHello) -> BlockManager:
         journal: Callable[[AllocOp], None] | None = None

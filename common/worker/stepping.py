@@ -1,6 +1,7 @@
 """From step plans to the engine's rows, and from their outcomes to the plans' results."""
 
 import asyncio
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
@@ -38,6 +39,7 @@ class FinishedStep:
 class _InFlight:
     plan: StepPlan
     step: LaunchedStep
+    launched_at: float
     launch_seconds: float
 
 
@@ -45,12 +47,16 @@ class StepPipeline:
     """Keeps an engine busy: launches plans and collects their outcomes, oldest first.
 
     All of the engine's work is done in its one thread. An engine that may have two steps in flight
-    gets the next one before the outcome of the last is waited for.
+    gets the next one before the outcome of the last is waited for. With ``slow_down`` above 1 the
+    thread holds each outcome back until the step has taken so many times as long.
     """
 
-    def __init__(self, engine: Engine, thread: Executor) -> None:
+    def __init__(self, engine: Engine, thread: Executor, slow_down: float = 1.0) -> None:
         self._engine = engine
         self._thread = thread
+        self._slow_down = slow_down
+        self._never = threading.Event()
+        self._free_at = 0.0
         self._in_flight: deque[_InFlight] = deque()
 
     @property
@@ -88,7 +94,7 @@ class StepPipeline:
             except ENGINE_ERRORS as error:
                 failed = FinishedStep(plan, _all_failed(plan, error), perf_counter() - started)
                 return [*self._collect_all(), failed]
-            self._in_flight.append(_InFlight(plan, step, perf_counter() - started))
+            self._in_flight.append(_InFlight(plan, step, started, perf_counter() - started))
             if len(self._in_flight) < self._engine.max_in_flight:
                 return []
         return [self._collect()] if self._in_flight else []
@@ -102,7 +108,15 @@ class StepPipeline:
             results = [_result(outcome) for outcome in failed.outcomes]
         except ENGINE_ERRORS as error:
             results = _all_failed(oldest.plan, error)
+        self._hold_back(oldest)
         return FinishedStep(oldest.plan, results, oldest.launch_seconds)
+
+    def _hold_back(self, step: _InFlight) -> None:
+        """Wait as much longer as the step is to take; it began when the one before it was over."""
+        if self._slow_down > 1:
+            seconds = perf_counter() - max(step.launched_at, self._free_at)
+            self._never.wait(seconds * (self._slow_down - 1))
+            self._free_at = perf_counter()
 
     def _number_of(self, plan_number: int) -> int:
         return next(

@@ -30,11 +30,12 @@ from common.messages.control import (
     SwitchRole,
     WorkerAccepted,
 )
-from common.messages.fields import Mode, Role, WorkerRates
+from common.messages.fields import Role
 from common.messages.handoff import AbortReason
 from common.telemetry.metrics import WorkerMetrics
 from common.worker.availability import Availability
-from common.worker.control import Order
+from common.worker.control import News, Order
+from common.worker.index_reports import IndexReports
 from common.worker.known_peers import KnownPeers
 from common.worker.measures import StepClock, take_heartbeat
 from common.worker.parts import Channels, WorkerParts
@@ -52,10 +53,11 @@ class HybridWorker:
     """One engine's worker, joined to its channels by ``attach``."""
 
     def __init__(self, parts: WorkerParts) -> None:
-        self._steps = StepPipeline(parts.engine, parts.engine_thread)
+        self._steps = StepPipeline(parts.engine, parts.engine_thread, parts.slow_down)
         self._blocks = parts.blocks
         self._scheduler = parts.scheduler
         self._lease_seconds = parts.lease_seconds
+        self._index = IndexReports(parts.blocks)
         self._wake = asyncio.Event()
         self._peers = KnownPeers()
         self.metrics = WorkerMetrics()
@@ -72,7 +74,9 @@ class HybridWorker:
 
     # ---- orders of the controller ----------------------------------------------------------------
 
-    def on_order(self, order: Order, payload: tuple[bytes, ...]) -> None:
+    def on_order(  # noqa: C901, PLR0912  # one case per order
+        self, order: Order, payload: tuple[bytes, ...]
+    ) -> None:
         """Carry out one order."""
         match order:
             case WorkerAccepted():
@@ -100,8 +104,15 @@ class HybridWorker:
                 self._switch_role(order)
             case SetDraining():
                 self._set_draining(is_draining=order.is_draining)
-            case Directive() | MigrateDecode() | CopyPrefix() | KVIndexRequested():
-                log.warning("order_ignored", order=type(order).__name__)
+            case Directive():
+                self._scheduler.direct(order.mode, order.num_steps)
+            case MigrateDecode():
+                self.requests.migrations.order(order)
+            case CopyPrefix():
+                self.requests.prefixes.send(order, payload)
+            case KVIndexRequested():
+                self._index.request_snapshot()
+                self._control.beat_soon()
             case _:
                 assert_never(order)
         self._wake.set()
@@ -152,9 +163,11 @@ class HybridWorker:
                 clock.hand_over(plan)
                 turn = self._steps.turn(plan)
                 self._scheduler.publish()
-                for finished in clock.take_over(await turn):
+                for timed in clock.take_over(await turn):
+                    finished = timed.step
+                    self._scheduler.note_step(timed.seconds, finished.plan)
                     effects = self._scheduler.finish_step(finished.plan, finished.results)
-                    self.requests.execute(effects)
+                    self.requests.execute(effects, timed.started_at)
 
     async def _rest(self) -> None:
         """Wait for something to do; meanwhile check the books, once nothing has come for a while.
@@ -179,10 +192,17 @@ class HybridWorker:
             now = monotonic()
             self._outbound.tick(now)
             self._inbound.tick(now)
+            self.requests.prefixes.tick(now)
             if now >= renew_at:
                 self._outbound.renew_leases()
                 renew_at = now + self._lease_seconds / RENEWALS_PER_LEASE
             await asyncio.sleep(TICK_SECONDS)
+
+    def news(self) -> list[News]:
+        """Return what a heartbeat sends: changes of the prefix index, if any, and itself."""
+        report = self._index.take()
+        changes: list[News] = [] if report is None else [report]
+        return [*changes, (self.heartbeat(), ())]
 
     def heartbeat(self) -> Heartbeat:
         """Count what a heartbeat tells."""
@@ -195,13 +215,9 @@ class HybridWorker:
             is_draining=self.availability.is_draining,
             is_quarantined=self.availability.is_quarantined,
             pairs=self._outbound.pairs(),
-            mode=Mode.BALANCED,
-            rates=WorkerRates(
-                prefill_tokens_per_second=0.0,
-                decode_step_seconds=0.0,
-                decode_tokens_per_second=0.0,
-            ),
-            index_sequence=0,
+            mode=self._scheduler.mode,
+            rates=self._scheduler.rates(),
+            index_sequence=self._index.sequence,
         )
         take_heartbeat(self.metrics, beat)
         return beat

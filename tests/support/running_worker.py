@@ -21,12 +21,14 @@ from common.messages.handoff import DecodeToPrefill, PrefillToDecode
 from common.messages.tokens import WorkerToGateway
 from common.scheduler.local import LocalScheduler
 from common.scheduler.steps import SchedulerLimits
+from common.scheduler.swap import SwapSpace
 from common.transfer.backend import LinkRate, PeerLink, TransferBackend, WriteReport
 from common.transfer.local import LocalBackend
 from common.transport.channels import CONTROL, HANDOFF, TOKENS
 from common.transport.sockets import Context, DealerLink, Identity, RouterHub
 from common.worker.control import ControlLink
 from common.worker.emitter import TokenEmitter
+from common.worker.host_blocks import open_host_blocks
 from common.worker.inbound import InboundHandoffs
 from common.worker.outbound import OutboundHandoffs
 from common.worker.own_role import OwnRole
@@ -64,6 +66,8 @@ class WorkerOptions:
     growth_tokens: int = 16
     transport: str = "shm"
     max_in_flight: int = 1
+    num_host_blocks: int = 0
+    slow_down: float = 1.0
     after_write: Callable[[Sequence[int]], None] | None = None
 
 
@@ -78,6 +82,9 @@ class RunningWorker:
         self.writes = Gate(surroundings.board)
         self.pool = KVPool(options.num_blocks, LAYOUT.block_bytes)
         self.blocks = BlockManager(options.num_blocks, LAYOUT.block_size, 1, MODEL, None)
+        self._host_blocks = open_host_blocks(
+            self.pool, options.num_host_blocks * LAYOUT.block_bytes
+        )
         self.copier = ThreadPoolExecutor(1, f"{name} copy")
         self._engine_thread = ThreadPoolExecutor(1, f"{name} engine")
         self._transports = open_transports(self.pool, options.lease_seconds, options.transport, "")
@@ -104,9 +111,13 @@ class RunningWorker:
                 engine=engine,
                 engine_thread=self._engine_thread,
                 blocks=self.blocks,
-                scheduler=LocalScheduler(self.blocks, limits),
+                scheduler=LocalScheduler(
+                    self.blocks, limits, SwapSpace(self._host_blocks.num_slots)
+                ),
                 own_pool=LocalBackend(self.pool).open_peer(self.pool.handle()),
+                host_blocks=self._host_blocks,
                 lease_seconds=options.lease_seconds,
+                slow_down=options.slow_down,
             )
         )
 
@@ -130,6 +141,7 @@ class RunningWorker:
             self._engine_thread.shutdown(wait=True)
             self.copier.shutdown(wait=True)
             self._transports.close()
+            self._host_blocks.close()
             self.pool.close()
 
     async def _serve(self) -> None:
@@ -181,7 +193,7 @@ class RunningWorker:
                 block_size=LAYOUT.block_size,
                 growth_tokens=self._options.growth_tokens,
             )
-            control = ControlLink(link, own, worker.heartbeat, worker.on_order, DEATH_SECONDS)
+            control = ControlLink(link, own, worker.news, worker.on_order, DEATH_SECONDS)
             inbound = InboundHandoffs(
                 setup,
                 hub,
@@ -189,6 +201,7 @@ class RunningWorker:
                 worker.requests.why_refuse_reservation,
                 worker.requests.on_taken_over,
                 worker.requests.on_dropped,
+                worker.requests.prefixes.ended,
             )
             outbound = OutboundHandoffs(
                 setup,
