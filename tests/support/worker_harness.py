@@ -18,17 +18,21 @@ from common.messages.codec import Codec
 from common.messages.control import (
     Cancel,
     ControllerToWorker,
+    CopyPrefix,
     Heartbeat,
     HeartbeatAnswered,
+    KVIndexEvents,
+    MigrateDecode,
     PeerJoined,
     PeerLeft,
     PlaceDecode,
     PlaceRequest,
+    RequestFinished,
     WorkerAccepted,
     WorkerHello,
     WorkerToController,
 )
-from common.messages.fields import PairStatus, PeerInfo, Role
+from common.messages.fields import PairStatus, PeerInfo, PhaseRecord, Role
 from common.messages.tokens import StreamFailed, TokensGenerated, WorkerToGateway
 from common.sampling import FinishReason, SamplingParams
 from common.transport.channels import CONTROL, TOKENS
@@ -40,6 +44,8 @@ from tests.support.running_worker import VOCAB_SIZE, RunningWorker, Surroundings
 M = TypeVar("M")
 
 HEARTBEAT_SECONDS = 0.02
+QUEUED_SECONDS = 0.25
+"""How long every request waits in the played controller, as it says."""
 GATEWAY = GatewayId("gateway-0")
 
 
@@ -50,6 +56,7 @@ class Stream:
     tokens: dict[int, dict[int, int]] = field(default_factory=dict)
     finished: dict[int, FinishReason] = field(default_factory=dict)
     failure: StreamFailed | None = None
+    phases: list[PhaseRecord] = field(default_factory=list)
 
     def token_ids(self, choice: int) -> list[int]:
         """Return a choice's tokens in order. HarnessError when one is missing."""
@@ -70,6 +77,7 @@ class Harness:
         self.told: list[tuple[str, WorkerToController]] = []
         self.heartbeats: dict[str, list[Heartbeat]] = {}
         self.streams: dict[RequestId, Stream] = {}
+        self.index: dict[str, list[tuple[KVIndexEvents, tuple[bytes, ...]]]] = {}
         self._stack = stack
         self._peers: dict[str, PeerInfo] = {}
         self._registered: set[str] = set()
@@ -117,6 +125,8 @@ class Harness:
                         answer = HeartbeatAnswered(sequence=received.envelope.sequence)
                         # A dead worker's heartbeats may still come.
                         self._control.try_send((sender, received.envelope.epoch), answer, "test")
+                case KVIndexEvents():
+                    self.index.setdefault(sender, []).append((received.message, received.payload))
                 case _:
                     self.told.append((sender, received.message))
             self.board.post()
@@ -149,6 +159,7 @@ class Harness:
         *,
         prefill: str = "prefill",
         decode: str | None = "decode",
+        num_prefix_tokens: int = 0,
     ) -> None:
         """Order a prefill; ``decode`` None lets the same worker decode."""
         self.streams[RequestId(request)] = Stream()
@@ -159,6 +170,8 @@ class Harness:
             params=params,
             num_prompt_tokens=len(prompt),
             decode=None if decode is None else self._peers[decode],
+            queued_seconds=QUEUED_SECONDS,
+            num_prefix_tokens=num_prefix_tokens,
         )
         self.order(prefill, message, (pack_ids(prompt),))
 
@@ -172,6 +185,23 @@ class Harness:
         for worker in workers:
             cancel = Cancel(request_id=RequestId(request), choice=choice, reason="test")
             self.order(worker, cancel)
+
+    def migrate(self, request: str, source: str, target: str) -> None:
+        """Order a running decode to another worker."""
+        decode = self._peers[target]
+        self.order(source, MigrateDecode(request_id=RequestId(request), decode=decode))
+
+    def copy_prefix(self, request: str, tokens: Sequence[int], source: str, target: str) -> None:
+        """Order a worker to copy a prefix to another one."""
+        message = CopyPrefix(
+            request_id=RequestId(request), target=self._peers[target], num_tokens=len(tokens)
+        )
+        self.order(source, message, (pack_ids(tokens),))
+
+    async def orders_taken(self, worker: str) -> None:
+        """Wait until a worker has taken every order so far: they are taken one by one."""
+        self.cancel("nobody's", worker)
+        await self.heard(worker, RequestFinished, "nobody's")
 
     def bury(self, worker: str, *mourners: str) -> None:
         """Tell workers that another one died."""
@@ -211,6 +241,7 @@ class Harness:
                         for place, token in enumerate(delta.tokens, delta.index):
                             if choice.setdefault(place, token.token_id) != token.token_id:
                                 raise HarnessError(f"token {place} of {delta} differs")
+                        stream.phases += delta.phases
                         if delta.finish_reason is not None:
                             stream.finished[delta.choice] = delta.finish_reason
                 case StreamFailed(request_id=request_id):
