@@ -1,4 +1,4 @@
-"""The local scheduler under random requests, cancels, failures and handoffs on tiny pools."""
+"""The local scheduler under random requests, ends, handoffs, modes and moves on tiny pools."""
 
 import random
 from collections.abc import Callable
@@ -7,12 +7,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from common.errors import ErrorCode
+from common.errors import ErrorCode, LocalProtocolError
 from common.ids import RequestId
 from common.kv.blocks import Hold
+from common.messages.fields import Mode
 from common.messages.handoff import FirstToken
 from common.sampling import SampledToken
 from common.scheduler.effects import Effect, RequestBroke, RequestEnded, StopHandoff
+from common.scheduler.migration import Migration
 from common.scheduler.request import RequestPhase
 from common.scheduler.steps import StepPlan
 from tests.support.scheduler_bench import EOS, Bench, new_request
@@ -34,9 +36,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         budget=st.integers(8, 24),
         max_seqs=st.integers(1, 6),
         growth=st.integers(0, 9),
+        num_slots=st.integers(0, 12),
     )
     def start(
-        self, num_blocks: int, block_size: int, budget: int, max_seqs: int, growth: int
+        self,
+        num_blocks: int,
+        block_size: int,
+        budget: int,
+        max_seqs: int,
+        growth: int,
+        num_slots: int,
     ) -> None:
         self.bench = Bench(
             num_blocks=num_blocks,
@@ -44,6 +53,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             budget=budget,
             max_seqs=max_seqs,
             growth=growth,
+            num_slots=num_slots,
             token_of=drawn,
         )
         self.scheduler = self.bench.scheduler
@@ -54,6 +64,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.open: set[str] = set()
         self.handed_over: set[str] = set()
         self.reserved: dict[str, list[int]] = {}
+        self.awaiting: set[str] = set()
+        self.migrations: dict[str, Migration] = {}
+        self.on_the_way: dict[str, Migration] = {}
 
     # ---- what comes in ---------------------------------------------------------------------------
 
@@ -63,9 +76,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_choices=st.integers(1, 3),
         max_tokens=st.integers(1, 12),
         is_remote=st.booleans(),
+        awaits_prefix=st.booleans(),
     )
     def add(
-        self, length: int, kind: int, num_choices: int, max_tokens: int, is_remote: bool
+        self,
+        length: int,
+        kind: int,
+        num_choices: int,
+        max_tokens: int,
+        is_remote: bool,
+        awaits_prefix: bool,
     ) -> None:
         name = self.new_name()
         self.names.append(name)
@@ -74,7 +94,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         if is_remote and max_tokens > 1:
             self.remote.add(name)
-        self.bench.add(request, is_remote=name in self.remote)
+        if awaits_prefix:
+            self.awaiting.add(name)
+        self.bench.take(
+            self.scheduler.add(request, is_remote=name in self.remote, awaits_prefix=awaits_prefix)
+        )
+
+    @precondition(lambda self: self.awaiting)
+    @rule(which=st.integers(0, 9))
+    def prefix_arrives(self, which: int) -> None:
+        name = sorted(self.awaiting)[which % len(self.awaiting)]
+        self.awaiting.discard(name)
+        self.scheduler.prefix_arrived(RequestId(name))
 
     @precondition(lambda self: self.scheduler.can_reserve() and len(self.reserved) < 3)
     @rule(length=st.integers(1, 40), kind=st.integers(0, 2))
@@ -120,15 +151,51 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.plans) < 2)
     @rule()
     def plan_a_step(self) -> None:
+        num_sure = self.num_sure_tokens()
+        modes = {self.scheduler.mode}
         plan, effects = self.bench.plan()
+        modes.add(self.scheduler.mode)
         if plan is not None:
             self.plans.append(plan)
+        if num_sure is not None and Mode.DECODE_LED not in modes:
+            self.look_for_idle_room(plan, num_sure)
         self.follow(effects)
+
+    def num_sure_tokens(self) -> int | None:
+        """Tokens that sequences with blocks can compute now; None where a decode lacks a block."""
+        decode, prefill = self.scheduler._decode, self.scheduler._prefill
+        ready = [s for s in decode.running if s.can_decode]
+        if any(s.next_length > len(s.block_table) * self.bench.block_size for s in ready):
+            return None
+        rest = [
+            s.length - s.num_computed - s.num_planned for s in prefill.running if s.pending is None
+        ]
+        return len(ready) + sum(rest)
+
+    def look_for_idle_room(self, plan: StepPlan | None, num_sure: int) -> None:
+        """A step is as large as it may be, but for the end of a block that a chunk leaves free."""
+        num_tokens = 0 if plan is None else plan.num_tokens
+        num_rows = 0 if plan is None else len(plan.rows)
+        num_usable = self.bench.budget - self.bench.block_size + 1
+        if num_rows == self.bench.max_seqs or num_tokens >= num_usable:
+            return
+        assert num_tokens >= num_sure, f"{num_tokens} tokens planned of {num_sure} that could be"
+        decode, prefill = self.scheduler._decode, self.scheduler._prefill
+        is_waiting = bool(decode.waiting or prefill.waiting) and not decode.swapped
+        assert not is_waiting or prefill.is_short_of_room, "prompts wait though there is room"
+
+    @rule(
+        mode=st.sampled_from([None, *Mode]),
+        num_steps=st.integers(0, 30),
+    )
+    def direct(self, mode: Mode | None, num_steps: int) -> None:
+        self.scheduler.direct(mode, num_steps)
 
     @precondition(lambda self: self.plans)
     @rule(failing=st.sampled_from([None] * 9 + [0, 1]))
     def finish_the_step(self, failing: int | None) -> None:
         plan = self.plans.pop(0)
+        self.scheduler.note_step(0.002 * plan.num_tokens + 0.001 * len(plan.rows), plan)
         self.follow(self.bench.finish(plan, [] if failing is None else [failing]))
 
     # ---- handoffs --------------------------------------------------------------------------------
@@ -156,11 +223,63 @@ class SchedulerMachine(RuleBasedStateMachine):
         name = sorted(self.open)[which % len(self.open)]
         request = self.scheduler.find(RequestId(name))
         assert request is not None, "an open handoff keeps its request"
-        was_accepted = is_good and request.phase is RequestPhase.SENDING
+        phases = (RequestPhase.SENDING, RequestPhase.FROZEN)
+        was_accepted = is_good and request.phase in phases
+        migration = self.migrations.pop(name, None)
         self.open.discard(name)
         if was_accepted:
             self.handed_over.add(name)
+        if was_accepted and migration is not None:
+            self.on_the_way[name] = migration
         self.bench.close_handoff(name, was_accepted=was_accepted)
+        if not was_accepted and migration is not None:
+            self.bench.take(self.scheduler.thaw(RequestId(name)))
+
+    @precondition(lambda self: self.names)
+    @rule(which=st.integers(0, 99))
+    def freeze(self, which: int) -> None:
+        request_id = RequestId(self.names[which % len(self.names)])
+        request = self.scheduler.find(request_id)
+        try:
+            self.bench.take(self.scheduler.freeze(request_id))
+        except LocalProtocolError:
+            return
+        assert request is not None
+        assert len(request.live_choices) == 1
+
+    def still(self) -> list[str]:
+        """Frozen requests that no step has and no handoff reads."""
+        return [
+            name
+            for name in dict.fromkeys(self.bench.frozen)
+            if name not in self.open
+            and (request := self.scheduler.find(RequestId(name))) is not None
+            and request.phase is RequestPhase.FROZEN
+            and not request.live_sequence.is_in_step
+        ]
+
+    @precondition(lambda self: self.still())
+    @rule(which=st.integers(0, 9), is_moved=st.booleans())
+    def end_a_freeze(self, which: int, is_moved: bool) -> None:
+        """A handoff begins, or the decode goes on."""
+        names = self.still()
+        name = names[which % len(names)]
+        if not is_moved:
+            self.bench.take(self.scheduler.thaw(RequestId(name)))
+            return
+        self.migrations[name] = self.scheduler.migration_of(RequestId(name))
+        self.bench.moved.add(name)
+        self.scheduler.open_handoff(RequestId(name))
+        self.open.add(name)
+
+    @precondition(lambda self: self.on_the_way and self.scheduler.can_reserve())
+    @rule(which=st.integers(0, 9))
+    def come_back(self, which: int) -> None:
+        """Another worker moves a decode here that was moved there."""
+        name = sorted(self.on_the_way)[which % len(self.on_the_way)]
+        if self.bench.move_in(name, self.on_the_way[name]) is not None:
+            del self.on_the_way[name]
+            self.handed_over.discard(name)
 
     @precondition(lambda self: self.openable())
     @rule(which=st.integers(0, 9))
@@ -193,32 +312,46 @@ class SchedulerMachine(RuleBasedStateMachine):
     @invariant()
     def nothing_is_violated(self) -> None:
         assert self.bench.violations == []
+        self.scheduler.validate()
         self.bench.blocks.validate()
         for name, reports in self.bench.reports.items():
             assert len(reports) == 1, f"{name} was told {reports}"
             assert name not in self.handed_over, f"{name} ends elsewhere"
+
+    def let_all_go_on(self) -> None:
+        """Others do what they owe: handoffs end, and what was reserved or moved arrives."""
+        while self.open:
+            self.close_a_handoff(0, is_good=True)
+        while self.openable():
+            self.place_here(0)
+        while self.reserved:
+            self.end_reservation(0, "arrives")
+        while self.awaiting:
+            self.prefix_arrives(0)
+        for request_id in self.scheduler.request_ids():
+            self.bench.take(self.scheduler.thaw(request_id))
+        if self.on_the_way and self.scheduler.can_reserve():
+            self.come_back(0)
 
     def teardown(self) -> None:
         """Without anything new, all ends in a bounded number of steps and nothing is held."""
         for _ in range(MAX_STEPS_TO_END):
             if len(self.plans) > 1 or (self.plans and not self.scheduler.request_ids()):
                 self.finish_the_step(None)
-            while self.open:
-                self.close_a_handoff(0, is_good=True)
-            while self.openable():
-                self.place_here(0)
-            while self.reserved:
-                self.end_reservation(0, "arrives")
+            self.let_all_go_on()
             self.nothing_is_violated()
-            if not self.scheduler.request_ids():
+            if not self.scheduler.request_ids() and not self.on_the_way:
                 break
             num_open = len(self.plans)
             self.plan_a_step()
             if len(self.plans) == num_open and self.plans:
                 self.finish_the_step(None)
         assert self.scheduler.request_ids() == (), "requests hang"
+        assert self.on_the_way == {}, "moved requests find no room"
         counts = self.bench.blocks.counts()
         assert (counts.referenced, counts.in_transfer) == (0, 0)
+        self.scheduler.validate()
+        assert self.scheduler._held._swap.num_used == 0
         for name in self.names:
             if name not in self.handed_over:
                 (report,) = self.bench.reports.get(name, [None])
@@ -249,10 +382,9 @@ def steps_of(machine: SchedulerMachine, rng: random.Random) -> list[Callable[[],
                 rng.randrange(1, 4),
                 rng.randrange(1, 13),
                 rng.random() < 0.4,
+                rng.random() < 0.15,
             )
         ] * 2
-    if machine.scheduler.can_reserve() and len(machine.reserved) < 3:
-        steps += [lambda: machine.reserve(rng.randrange(1, 41), rng.randrange(3))]
     if machine.reserved:
         fate = rng.choice(["arrives", "arrives", "is aborted"])
         steps += [lambda: machine.end_reservation(rng.randrange(10), fate)]
@@ -268,6 +400,25 @@ def steps_of(machine: SchedulerMachine, rng: random.Random) -> list[Callable[[],
     return steps
 
 
+def moves_of(machine: SchedulerMachine, rng: random.Random) -> list[Callable[[], None]]:
+    """What may happen beside: directives, prefixes, and decodes that move."""
+    steps: list[Callable[[], None]] = []
+    if rng.random() < 0.1:
+        mode = rng.choice([None, *Mode])
+        steps += [lambda: machine.direct(mode, rng.randrange(12))]
+    if machine.awaiting:
+        steps += [lambda: machine.prefix_arrives(rng.randrange(10))]
+    if machine.names and rng.random() < 0.3:
+        steps += [lambda: machine.freeze(rng.randrange(100))] * 2
+    if machine.still():
+        steps += [lambda: machine.end_a_freeze(rng.randrange(10), rng.random() < 0.7)]
+    if machine.on_the_way and machine.scheduler.can_reserve():
+        steps += [lambda: machine.come_back(rng.randrange(10))]
+    if machine.scheduler.can_reserve() and len(machine.reserved) < 3:
+        steps += [lambda: machine.reserve(rng.randrange(1, 41), rng.randrange(3))]
+    return steps
+
+
 def test_random_walks_of_the_scheduler_end_without_a_leak() -> None:
     rng = random.Random(11)
     for _ in range(NUM_WALKS):
@@ -278,8 +429,9 @@ def test_random_walks_of_the_scheduler_end_without_a_leak() -> None:
             rng.randrange(8, 25),
             rng.randrange(1, 7),
             rng.randrange(10),
+            rng.choice([0, rng.randrange(12), 40]),
         )
         for _ in range(rng.randrange(10, 80)):
-            rng.choice(steps_of(machine, rng))()
+            rng.choice(steps_of(machine, rng) + moves_of(machine, rng))()
             machine.nothing_is_violated()
         machine.teardown()

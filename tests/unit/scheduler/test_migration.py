@@ -54,9 +54,9 @@ def thaw(bench: Bench, name: str = "a") -> None:
     assert bench.take(bench.scheduler.thaw(RequestId(name))) == []
 
 
-def target_of(source: Bench, **options: int) -> Bench:
+def target_of(source: Bench) -> Bench:
     """Another worker, with the same gateway."""
-    target = Bench(num_blocks=32, token_of=source.token_of, **options)
+    target = Bench(num_blocks=32, token_of=source.token_of)
     target.streams = source.streams
     return target
 

@@ -18,6 +18,10 @@ def planned(bench: Bench) -> StepPlan:
     return plan
 
 
+def mode_of(bench: Bench) -> Mode:
+    return bench.scheduler.mode
+
+
 def kinds(plan: StepPlan) -> tuple[int, int]:
     """Tokens of decodes and of prompts."""
     num_decodes = sum(row.is_decode for row in plan.rows)
@@ -86,7 +90,7 @@ def test_prompts_that_lead_take_no_more_sequences_than_a_worker_may_have() -> No
 def test_a_balanced_worker_serves_every_decode_before_any_prompt() -> None:
     bench = decoding(6)
     bench.add(new_request("p", prompt(100, 50)))
-    assert bench.scheduler.mode is Mode.BALANCED
+    assert mode_of(bench) is Mode.BALANCED
     assert kinds(planned(bench)) == (6, 12)
 
 
@@ -134,9 +138,9 @@ def test_waiting_prompts_let_prefill_lead() -> None:
     bench = Bench(num_blocks=400, budget=20)
     for number in range(9):
         bench.add(new_request(f"p{number}", prompt(40, number)))
-    assert bench.scheduler.mode is Mode.BALANCED
+    assert mode_of(bench) is Mode.BALANCED
     planned(bench)
-    assert bench.scheduler.mode is Mode.PREFILL_LED
+    assert mode_of(bench) is Mode.PREFILL_LED
 
 
 def test_slow_tokens_let_decode_lead_while_anything_decodes() -> None:
@@ -144,13 +148,13 @@ def test_slow_tokens_let_decode_lead_while_anything_decodes() -> None:
     for _ in range(2):
         bench.scheduler.note_step(0.2, planned_and_finished(bench))
     planned_and_finished(bench)
-    assert bench.scheduler.mode is Mode.DECODE_LED
+    assert mode_of(bench) is Mode.DECODE_LED
     for _ in range(8):
         planned_and_finished(bench)
     bench.cancel("d0")
     bench.add(new_request("p", prompt(4, 50)))
     planned_and_finished(bench)
-    assert bench.scheduler.mode is Mode.BALANCED, "no token is late where none is awaited"
+    assert mode_of(bench) is Mode.BALANCED, "no token is late where none is awaited"
 
 
 def test_thresholds_are_the_workers_own() -> None:
@@ -158,7 +162,7 @@ def test_thresholds_are_the_workers_own() -> None:
     for number in range(2):
         bench.add(new_request(f"p{number}", prompt(40, number)))
     planned(bench)
-    assert bench.scheduler.mode is Mode.PREFILL_LED
+    assert mode_of(bench) is Mode.PREFILL_LED
 
 
 # ---- prompts that wait for a prefix --------------------------------------------------------------
