@@ -31,6 +31,7 @@ NO_ROOM_TIER = 4 * TIER
 DECODE_FULL_TIER = 2 * TIER
 PREFILL_FULL_TIER = TIER
 INFINITE = float("inf")
+MAX_BLOCKS = 2**53
 
 (
     _TOTAL,
@@ -38,15 +39,17 @@ INFINITE = float("inf")
     _USED_SHARE,
     _UNCOMPUTED,
     _RATE,
+    _TOKEN_SECONDS,
     _PREFILL_TIER,
-    _DECODE_TIER,
     _PREFILL_SCORE_TIER,
+    _DECODE_TIER,
     _DECODE_SCORE_TIER,
     _DECODE_WEIGHT,
     _BLOCK_BYTES,
     _LOCAL_TIER,
     _NUM_COLUMNS,
-) = range(13)
+) = range(14)
+_TIERS = [_PREFILL_TIER, _PREFILL_SCORE_TIER, _DECODE_TIER, _DECODE_SCORE_TIER, _LOCAL_TIER]
 
 
 class ClusterView:
@@ -72,6 +75,7 @@ class ClusterView:
         self._pair_tier = np.zeros((0, 0))
         self._link_seconds = np.zeros((0, 0))
         self._fastest = 0.0
+        self._least_total = MAX_BLOCKS
         for view in views:
             self.update(view)
 
@@ -100,23 +104,28 @@ class ClusterView:
             self._relate(slot, view)
         elif before.pairings != view.pairings or before.link_rates != view.link_rates:
             self._relate_row(slot, view)
-        self._fastest = max(self._fastest, view.prefill_rate)
-        is_full = prefill_score(view, 0, self.objectives) >= 1.0
-        is_late = decode_score(view, self.objectives) >= 1.0
+        if view.prefill_rate > self._fastest:
+            self._take_fastest(view.prefill_rate)
+        score = decode_score(view, self.objectives)
+        prefill_tier = 0.0 if view.can_prefill and view.can_take_prompt else INFINITE
+        is_overloaded = prefill_score(view, 0, self.objectives) >= 1.0
+        decode_tier = 0.0 if view.can_decode else INFINITE
         self._columns[:, slot] = (
             view.total_blocks,
             view.total_blocks - view.used_blocks,
             view.used_share,
             view.uncomputed_tokens,
             view.prefill_rate,
-            0.0 if view.can_prefill and view.can_take_prompt else INFINITE,
-            0.0 if view.can_decode else INFINITE,
-            PREFILL_FULL_TIER if is_full else 0.0,
-            DECODE_FULL_TIER if is_late else 0.0,
-            decode_weight(view, self.objectives),
+            1.0 / (view.prefill_rate or self.fastest_rate),
+            prefill_tier,
+            prefill_tier + PREFILL_FULL_TIER * is_overloaded,
+            decode_tier,
+            decode_tier + DECODE_FULL_TIER * (score >= 1.0),
+            decode_weight(view, score, self.objectives),
             view.block_bytes,
             0.0 if view.role is Role.DECODE and view.can_take_prompt else INFINITE,
         )
+        self._least_total = min(self._least_total, view.total_blocks)
 
     def remove(self, key: Incarnation) -> None:
         """Let a worker go; an unknown one is ignored."""
@@ -126,7 +135,8 @@ class ClusterView:
         self._views[slot] = None
         self._free_slots.append(slot)
         self._blank(slot)
-        self._fastest = max((view.prefill_rate for view in self), default=0.0)
+        self._take_fastest(max((view.prefill_rate for view in self), default=0.0))
+        self._least_total = min((view.total_blocks for view in self), default=MAX_BLOCKS)
 
     def can_serve(self, request: RequestView) -> bool:
         """Whether roles, pools and pairs allow the request at all, once there is time for it."""
@@ -158,19 +168,27 @@ class ClusterView:
                 found[slot] = num_blocks
         return found
 
-    def prefill_tier(self, request: RequestView) -> Array:
-        """0 where a prompt may go now, infinite where not."""
-        columns = self._columns
-        tier: Array = columns[_PREFILL_TIER] + 0.0
-        tier[columns[_TOTAL] < request.num_blocks] = INFINITE
-        return tier
+    def prefill_tier(self, request: RequestView, *, by_score: bool = False) -> Array:
+        """0 where a prompt may go now, infinite where not.
 
-    def decode_tier(self, request: RequestView) -> Array:
-        """0 where a decode has room now, ``NO_ROOM_TIER`` where it may have later, or infinite."""
-        columns = self._columns
-        tier: Array = columns[_DECODE_TIER] + NO_ROOM_TIER * (columns[_FREE] < request.num_blocks)
-        tier[columns[_TOTAL] < request.num_blocks] = INFINITE
-        return tier
+        ``by_score`` puts workers whose load score is 1 or more a tier behind.
+        """
+        return self._holding(request, self._row(_PREFILL_SCORE_TIER if by_score else _PREFILL_TIER))
+
+    def decode_tier(self, request: RequestView, *, by_score: bool = False) -> Array:
+        """0 where a decode has room now, ``NO_ROOM_TIER`` where it may have later, or infinite.
+
+        ``by_score`` puts workers whose load score is 1 or more a tier behind.
+        """
+        tier = self._row(_DECODE_SCORE_TIER if by_score else _DECODE_TIER)
+        has_no_room = self._columns[_FREE] < request.num_blocks
+        return self._holding(request, tier + NO_ROOM_TIER * has_no_room)
+
+    def _holding(self, request: RequestView, tier: Array) -> Array:
+        """Return tiers that are infinite where even the empty pool would be too small."""
+        if self._least_total >= request.num_blocks:
+            return tier
+        return np.where(self._row(_TOTAL) >= request.num_blocks, tier, INFINITE)
 
     @property
     def uncomputed(self) -> Array:
@@ -198,20 +216,14 @@ class ClusterView:
         return self._fastest or DEFAULT_PREFILL_RATE
 
     @property
-    def rates(self) -> Array:
-        """Prompt tokens per second; who is not measured yet gets work, and so is measured."""
-        rates = self._columns[_RATE]
-        return np.where(rates > 0, rates, self.fastest_rate)
+    def token_seconds(self) -> Array:
+        """Seconds per prompt token; who is not measured yet gets work, and so is measured."""
+        return self._row(_TOKEN_SECONDS)
 
     @property
     def decode_weights(self) -> Array:
         """``decode_weight`` of each slot."""
         return self._row(_DECODE_WEIGHT)
-
-    @property
-    def score_tiers(self) -> tuple[Array, Array]:
-        """Tiers of workers whose load scores are at 1 or above: prefill, decode."""
-        return self._columns[_PREFILL_SCORE_TIER], self._columns[_DECODE_SCORE_TIER]
 
     @property
     def block_bytes(self) -> Array:
@@ -222,6 +234,12 @@ class ClusterView:
     def local_tier(self) -> Array:
         """0 for workers of the decode role that may get a prompt now."""
         return self._row(_LOCAL_TIER)
+
+    def _take_fastest(self, rate: float) -> None:
+        """Note the highest rate measured, which is also that of those not measured yet."""
+        self._fastest = rate
+        unknown = self._columns[_RATE] <= 0
+        self._columns[_TOKEN_SECONDS, unknown] = 1.0 / self.fastest_rate
 
     def _row(self, column: int) -> Array:
         row: Array = self._columns[column]
@@ -242,7 +260,7 @@ class ClusterView:
     def _blank(self, slot: int) -> None:
         self._columns[:, slot] = 0.0
         self._columns[_DECODE_WEIGHT, slot] = 1.0
-        self._columns[[_PREFILL_TIER, _DECODE_TIER, _LOCAL_TIER], slot] = INFINITE
+        self._columns[_TIERS, slot] = INFINITE
         self._pair_tier[slot, :] = INFINITE
         self._pair_tier[:, slot] = INFINITE
 

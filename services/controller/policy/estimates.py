@@ -54,8 +54,8 @@ def decode_score(view: WorkerView, objectives: Objectives) -> float:
     return 0.5 * slow + 0.4 * view.used_share + 0.1 * batch
 
 
-def decode_weight(view: WorkerView, objectives: Objectives) -> float:
-    """Factor of an estimate for this decode side: 1 + LS_D, and a little for a slow worker.
+def decode_weight(view: WorkerView, score: float, objectives: Objectives) -> float:
+    """Factor of an estimate for this decode side: 1 + LS_D (``score``), and more if it is slow.
 
     The latter tells workers apart that are equally loaded: the time that all its sequences and one
     more would take for a token each, at the rate that it once showed.
@@ -63,7 +63,7 @@ def decode_weight(view: WorkerView, objectives: Objectives) -> float:
     expected = 0.0
     if view.decode_rate:
         expected = (view.num_decoding + 1) / (view.decode_rate * objectives.tpot_seconds)
-    return 1.0 + decode_score(view, objectives) + 0.1 * min(1.0, expected)
+    return 1.0 + score + 0.1 * min(1.0, expected)
 
 
 def role_scores(

@@ -14,12 +14,13 @@ What comes beside it:
   lacks at most two blocks of the prompt does so without being asked to help.
 
 The search is exact and looks at few prefill sides: a side's own time is a lower bound of its pairs'
-costs, so the sides are tried from the least bound on until the next bound is no better.
+costs, so after the most promising side only those are looked at whose bound is below its best pair.
 """
 
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from services.controller.policy.cluster_view import INFINITE, Array, ClusterView
 from services.controller.policy.views import Placement, RequestView
@@ -29,7 +30,6 @@ MAX_LOCAL_BLOCKS = 2
 MIN_COPY_BLOCKS = 2
 MAX_COPY_SHARE = 0.5
 """Most that a copy may take of the time to compute the same blocks: it keeps two pools busy."""
-NUM_AT_ONCE = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,24 +79,20 @@ class FlowKV:
 
 
 def _costs(cluster: ClusterView, request: RequestView) -> _Costs:
-    prefill_full, decode_full = cluster.score_tiers
     hits = cluster.hits(request)
-    rates = cluster.rates
-    uncached = np.maximum(1.0, request.num_prompt_tokens - hits * request.block_size)
-    compute = (cluster.uncomputed + uncached) / rates
-    prefill, num_copied, holder = compute, np.zeros(len(hits)), -1
+    token_seconds = cluster.token_seconds
+    uncached = np.maximum(1.0, request.num_prompt_tokens - request.block_size * hits)
+    compute = (cluster.uncomputed + uncached) * token_seconds
+    prefill, num_copied, holder = compute, hits, -1
     if request.hits:
         holder = int(hits.argmax())
         gain = hits[holder] - hits
         copy = gain * cluster.block_bytes * cluster.link_seconds[holder]
-        saved = gain * request.block_size / rates
-        is_copied = (
-            (gain >= MIN_COPY_BLOCKS)
-            & (copy <= MAX_COPY_SHARE * saved)
-            & np.isfinite(cluster.pair_tier[holder])
-        )
-        prefill = np.where(is_copied, compute - saved + copy, compute)
-        num_copied = np.where(is_copied, hits[holder], 0.0)
+        saved = (request.block_size * gain) * token_seconds
+        is_copied = (copy <= MAX_COPY_SHARE * saved) & (gain >= MIN_COPY_BLOCKS)
+        is_copied &= cluster.pair_tier[holder] < INFINITE
+        prefill = compute - is_copied * (saved - copy)
+        num_copied = is_copied * hits[holder]
     return _Costs(
         hits,
         compute,
@@ -104,31 +100,35 @@ def _costs(cluster: ClusterView, request: RequestView) -> _Costs:
         num_copied,
         holder,
         (request.num_prompt_blocks - hits) * cluster.block_bytes,
-        cluster.prefill_tier(request) + prefill_full,
-        cluster.decode_tier(request) + decode_full,
+        cluster.prefill_tier(request, by_score=True),
+        cluster.decode_tier(request, by_score=True),
     )
 
 
 def _cheapest_pair(cluster: ClusterView, costs: _Costs) -> _Sides:
     """Return the exact minimum over all pairs."""
-    weights = cluster.decode_weights
-    best = _Sides(INFINITE, -1, -1, "least expected time")
-    bounds = costs.prefill_seconds * weights.min() + costs.prefill_tiers + costs.decode_tiers.min()
-    order = bounds.argsort()
-    for start in range(0, len(order), NUM_AT_ONCE):
-        rows = order[start : start + NUM_AT_ONCE]
-        if bounds[rows[0]] >= best.cost:
-            break
-        seconds = (
-            costs.prefill_seconds[rows, None] + costs.missing_bytes * cluster.link_seconds[rows]
-        )
-        found = seconds * weights + (
-            cluster.pair_tier[rows] + costs.decode_tiers + costs.prefill_tiers[rows, None]
-        )
-        row, decode = divmod(int(found.argmin()), len(order))
-        if found[row, decode] < best.cost:
-            best = _Sides(float(found[row, decode]), int(rows[row]), decode, best.reason)
+    least_weight = np.minimum.reduce(cluster.decode_weights)
+    least_tier = np.minimum.reduce(costs.decode_tiers)
+    bounds = costs.prefill_seconds * least_weight + costs.prefill_tiers + least_tier
+    first = bounds.argmin()
+    best = _cheapest_of(cluster, costs, np.array([first]))
+    bounds[first] = INFINITE
+    others = np.flatnonzero(bounds < best.cost)
+    if len(others):
+        best = min(best, _cheapest_of(cluster, costs, others), key=lambda sides: sides.cost)
     return best
+
+
+def _cheapest_of(cluster: ClusterView, costs: _Costs, prefills: NDArray[np.intp]) -> _Sides:
+    """Return the cheapest pair of these prefill sides."""
+    seconds = cluster.link_seconds[prefills] * costs.missing_bytes
+    seconds += costs.prefill_seconds[prefills, None]
+    seconds *= cluster.decode_weights
+    seconds += cluster.pair_tier[prefills]
+    seconds += costs.decode_tiers
+    seconds += costs.prefill_tiers[prefills, None]
+    row, decode = divmod(int(seconds.argmin()), seconds.shape[1])
+    return _Sides(float(seconds[row, decode]), int(prefills[row]), decode, "least expected time")
 
 
 def _cheapest_local(cluster: ClusterView, request: RequestView, costs: _Costs) -> _Sides:
@@ -143,7 +143,7 @@ def _cheapest_local(cluster: ClusterView, request: RequestView, costs: _Costs) -
 
 def _placement(cluster: ClusterView, costs: _Costs, sides: _Sides) -> Placement:
     prefill, decode = cluster.at(sides.prefill), cluster.at(sides.decode)
-    num_copied = int(costs.num_copied[sides.prefill])
+    num_copied = int(costs.num_copied[sides.prefill]) if costs.holder >= 0 else 0
     seconds = float(costs.prefill_seconds[sides.prefill])
     if sides.prefill == sides.decode and num_copied == 0:
         seconds = float(costs.compute_seconds[sides.prefill])

@@ -201,7 +201,7 @@ def brute_force(workers: list[WorkerView], asked: RequestView, *, is_fixed: bool
             tier = 0.0
             tier += 4e6 if not d.has_room(asked.num_blocks) else 0
             tier += 2e6 if decode_score(d, objectives) >= 1 else 0
-            weight = decode_weight(d, objectives)
+            weight = decode_weight(d, decode_score(d, objectives), objectives)
             seconds = ttft_seconds(p, d, asked, fastest)
             hit = asked.hits.get(p.key, 0)
             is_little = asked.num_prompt_tokens - hit * asked.block_size <= 2 * asked.block_size
