@@ -19,6 +19,7 @@ from common.config.settings import GROUPS, Settings
 from common.config.sizes import format_size
 from common.config.value_types import is_size
 from common.handoff.machine import Ignored, Illegal, Legal, PeerFault, Table, Verdict
+from common.handoff.migration import MIGRATION_TABLE
 from common.handoff.receiver import RECEIVER_TABLE
 from common.handoff.sender import SENDER_TABLE
 from common.messages import admin, control, fields, handoff, tokens
@@ -95,6 +96,12 @@ MACHINES = (
     ),
     Machine("A handoff's prefill side", "common/handoff/sender.py", SENDER_TABLE, "reserving"),
     Machine("A handoff's decode side", "common/handoff/receiver.py", RECEIVER_TABLE, "reserved"),
+    Machine(
+        "A decode that leaves its worker",
+        "common/handoff/migration.py",
+        MIGRATION_TABLE,
+        "freezing",
+    ),
 )
 
 CONVERSATIONS: tuple[tuple[str, ModuleType, tuple[str, ...]], ...] = (
