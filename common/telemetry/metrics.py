@@ -187,12 +187,24 @@ class ControllerMetrics:
         )
         self.queued = Gauge(
             "flowpath_cluster_num_requests_queued",
-            "Requests that are placed and whose decode has not started; max_queue bounds them.",
+            "Requests whose decode has not started, placed or not; max_queue bounds them.",
             registry=registry,
         )
         self.running = Gauge(
             "flowpath_cluster_num_requests_running",
             "Requests that decode, and cancelled ones whose worker has not reported their end.",
+            registry=registry,
+        )
+        self.phases = Gauge(
+            "flowpath_cluster_num_requests_in_phase",
+            "Requests that the controller knows, by phase; queued ones wait there for a worker.",
+            ("phase",),
+            registry=registry,
+        )
+        self.scenario = Gauge(
+            "flowpath_cluster_scenario",
+            "1 for the scenario that the cluster's load is taken for, else 0.",
+            ("scenario",),
             registry=registry,
         )
         self.is_ready = Gauge(
@@ -232,6 +244,24 @@ class ControllerMetrics:
             "flowpath_cluster_worker_requests",
             "Requests of each worker as its last heartbeat told them, by state.",
             ("worker", "state"),
+            registry=registry,
+        )
+        self.role_switches = Counter(
+            "flowpath_cluster_role_switches",
+            "Role switches that workers confirmed.",
+            registry=registry,
+        )
+        self.migrations = Counter(
+            "flowpath_cluster_migrations",
+            "Running decodes that were told to move to another worker (started), and those of them "
+            "that went on where they were (failed).",
+            ("event",),
+            registry=registry,
+        )
+        self.scale_events = Counter(
+            "flowpath_cluster_scale_events",
+            "Workers asked for under load (asked_for), and such workers stopped again (stopped).",
+            ("event",),
             registry=registry,
         )
         self.placements = Counter(

@@ -2,7 +2,7 @@
 
 from common.errors import ErrorCode
 from common.messages.control import DecodeRefused, PlaceDecode
-from common.messages.fields import Role
+from common.messages.fields import WorkerState
 from services.controller import request_machine as machine
 from services.controller.effects import Effect, Fact, Note, PeerKey, Send
 from services.controller.limits import ControllerLimits
@@ -66,7 +66,7 @@ class DecodePlacer:
         """Try to place a waiting decode: first on those not asked yet, then where room shows."""
         assert record.prefill is not None, "a request that waits for its decode has a prefill side"
         prefill = self._members.workers[record.prefill]
-        workers = [w for w in self._members.workers.values() if w.peer.role is Role.DECODE]
+        workers = self._members.decoders()
         if workers and all(_is_excluded(record, prefill, worker.key) for worker in workers):
             troubles = filter(None, (prefill.trouble_with(worker.key) for worker in workers))
             told = "no decode worker can be paired with its prefill worker"
@@ -75,7 +75,9 @@ class DecodePlacer:
             return self._book.step(record.request_id, event, cause, now)
         view = prefill.view()
         ready = [
-            w for w in self._members.ready_workers() if not _is_excluded(record, prefill, w.key)
+            w
+            for w in workers
+            if w.state is WorkerState.READY and not _is_excluded(record, prefill, w.key)
         ]
         unasked = [w.view() for w in ready if w.key not in record.refusals]
         chosen = choose_decode(unasked, record.num_blocks, view)

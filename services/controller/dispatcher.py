@@ -1,23 +1,22 @@
 """From the queue to the workers: a request is bound to its two sides as late as may be."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 from common.errors import ErrorCode
-from common.ids import RequestId
 from common.messages.control import (
+    CopyPrefix,
     PlaceRequest,
     RequestFailed,
     RequestQueued,
-    RequestRefused,
     SubmitRequest,
 )
-from common.messages.fields import Role
 from services.controller import request_machine as machine
 from services.controller.effects import Effect, Fact, Note, PeerKey, Send
 from services.controller.limits import ControllerLimits
 from services.controller.members import GatewayRecord, Members, WorkerRecord
-from services.controller.policy.placement import Placement, choose_sides, num_blocks_needed
+from services.controller.policy.placement import num_blocks_needed
+from services.controller.policy.policies import Policy
+from services.controller.policy.views import Placement, RequestView
+from services.controller.prefixes import Prefixes
+from services.controller.refusal import Refusal, refuse
 from services.controller.request_book import RequestBook
 from services.controller.request_machine import RequestPhase
 from services.controller.request_record import RequestRecord
@@ -28,27 +27,27 @@ NOT_TAKING_IN = (ErrorCode.SHUTTING_DOWN, ErrorCode.NO_WORKER)
 """How a worker refuses a request without a look at it: it drains, or is quarantined."""
 
 
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """Why a request is not taken in."""
-
-    code: ErrorCode
-    message: str
-    retry_after_seconds: float | None = None
-
-
 class Dispatcher:
-    """Makes the records in ``book`` and chooses their sides among ``members``.
+    """Makes the records in ``book`` and lets ``policy`` choose their sides among ``members``.
 
     Requests wait in the controller, first come first served, while every worker that could compute
     their prompts has enough to do. So one worker's long prompts delay nothing that another worker
     could have begun, and a worker that joins, or takes another role, finds work.
     """
 
-    def __init__(self, members: Members, book: RequestBook, limits: ControllerLimits) -> None:
+    def __init__(
+        self,
+        members: Members,
+        book: RequestBook,
+        limits: ControllerLimits,
+        policy: Policy,
+        prefixes: Prefixes,
+    ) -> None:
         self._members = members
         self._book = book
         self._limits = limits
+        self._policy = policy
+        self._prefixes = prefixes
 
     def submit(
         self,
@@ -62,21 +61,27 @@ class Dispatcher:
         refusal = self._check(message, payload)
         if refusal is not None:
             return refuse(gateway.key, message.request_id, refusal, cause)
-        record = RequestRecord(message, gateway.key, self._num_blocks(message), payload, now)
+        hashes = self._prefixes.hashes(payload[0])
+        request = self._view(message, hashes)
+        cluster = self._members.view()
+        placement = None if self._book.queued else self._policy.choose(cluster, request)
+        if placement is None and not cluster.can_serve(request):
+            return refuse(gateway.key, message.request_id, self._unfit(message), cause)
+        record = RequestRecord(message, gateway.key, request.num_blocks, payload, now)
+        record.hashes = hashes
         self._book.add(record)
-        effects = self.dispatch_queued(cause, now)
-        if record.phase is RequestPhase.QUEUED:
-            facts: tuple[Fact, ...] = (
-                ("num_ahead", len(self._book.queued) - 1),
-                ("num_prompt_tokens", message.num_prompt_tokens),
-                ("reason", "every worker that could have it has enough to compute"),
-            )
-            queued = RequestQueued(request_id=record.request_id)
-            effects += [
-                Note("request_queued", cause, record.request_id, facts),
-                Send(gateway.key, queued, cause),
-            ]
-        return effects
+        if placement is not None:
+            return self._place(record, request, placement, cause, now)
+        facts: tuple[Fact, ...] = (
+            ("num_ahead", len(self._book.queued) - 1),
+            ("num_prompt_tokens", message.num_prompt_tokens),
+            ("reason", "every worker that could have it has enough to compute"),
+        )
+        queued = RequestQueued(request_id=record.request_id)
+        return [
+            Note("request_queued", cause, record.request_id, facts),
+            Send(gateway.key, queued, cause),
+        ]
 
     def dispatch_queued(self, cause: str, now: float) -> list[Effect]:
         """Place queued requests, in their order, while there are workers that are to have them.
@@ -85,13 +90,13 @@ class Dispatcher:
         no ready worker could serve lets the others past.
         """
         effects: list[Effect] = []
-        ready = list(self._members.ready_workers())
         for request_id in list(self._book.queued):
             record = self._book.requests[request_id]
-            placement = self._choose(record.submission, [w for w in ready if _may_have_work(w)])
+            request = self._view(record.submission, record.hashes)
+            placement = self._policy.choose(self._members.view(), request)
             if placement is not None:
-                effects += self._place(record, placement, cause, now)
-            elif self._choose(record.submission, ready) is not None:
+                effects += self._place(record, request, placement, cause, now)
+            elif self._members.view().can_serve(request):
                 record.unserved_since = None
                 break
             elif record.unserved_since is None:
@@ -117,22 +122,11 @@ class Dispatcher:
         if record is None or not _is_refused(record, worker.key, message.code):
             return []
         worker.is_draining = True  # until its next heartbeat tells
-        if self._choose(record.submission, list(self._members.ready_workers())) is None:
+        if not self._members.view().can_serve(self._view(record.submission)):
             return []
         facts: tuple[Fact, ...] = (("prefill", worker.key[0]), ("reason", message.message))
         note = Note("placement_refused", cause, record.request_id, facts)
         return [note, *self._book.step(record.request_id, machine.Requeued(), cause, now)]
-
-    def missing_role(self) -> str:
-        """Say which role has no ready worker, or which pair does not work, if so."""
-        if self._members.num_ready(Role.COMBINED):
-            return ""
-        missing = [
-            role for role in (Role.PREFILL, Role.DECODE) if not self._members.num_ready(role)
-        ]
-        if missing:
-            return f"no {' and no '.join(missing)} worker is ready"
-        return self._members.why_unpaired()
 
     def _check(self, message: SubmitRequest, payload: tuple[bytes, ...]) -> Refusal | None:
         if message.request_id in self._book.requests:
@@ -141,16 +135,17 @@ class Dispatcher:
             told = "the prompt's frame and num_prompt_tokens differ"
             return Refusal(ErrorCode.BAD_REQUEST, told)
         limits = self._limits
-        if missing := self.missing_role():
+        if missing := self._members.missing_role():
             return Refusal(ErrorCode.NO_WORKER, missing, limits.retry_after_seconds)
         if self._book.num_queued >= limits.max_queue:
             told = f"{self._book.num_queued} requests wait already, the most that may (max_queue)"
             return Refusal(ErrorCode.QUEUE_FULL, told, limits.retry_after_seconds)
-        ready = list(self._members.ready_workers())
-        if self._choose(message, ready) is not None:
-            return None
+        return None
+
+    def _unfit(self, message: SubmitRequest) -> Refusal:
+        """Say that no worker's pool could hold the request."""
         choices = message.params.num_choices
-        largest = max(worker.hello.num_blocks for worker in ready)
+        largest = max(w.hello.num_blocks for w in self._members.ready_workers())
         told = (
             f"the prompt of {message.num_prompt_tokens} tokens with {choices} "
             f"{'choice' if choices == 1 else 'choices'} needs "
@@ -169,22 +164,34 @@ class Dispatcher:
             message.num_prompt_tokens, params.num_choices, params.num_left, self._block_size
         )
 
-    def _choose(self, message: SubmitRequest, workers: Sequence[WorkerRecord]) -> Placement | None:
-        if not workers:
-            return None
-        return choose_sides([worker.view() for worker in workers], self._num_blocks(message))
+    def _view(self, message: SubmitRequest, hashes: tuple[bytes, ...] = ()) -> RequestView:
+        """Return a request as policies see it, with what is cached of it at this moment."""
+        return RequestView(
+            num_prompt_tokens=message.num_prompt_tokens,
+            num_blocks=self._num_blocks(message),
+            block_size=self._block_size,
+            num_choices=message.params.num_choices,
+            num_left=message.params.num_left,
+            hits=self._prefixes.index.hits(hashes),
+        )
 
     def _place(
-        self, record: RequestRecord, placement: Placement, cause: str, now: float
+        self,
+        record: RequestRecord,
+        request: RequestView,
+        placement: Placement,
+        cause: str,
+        now: float,
     ) -> list[Effect]:
-        prefill = self._members.workers[placement.prefill.worker_id, placement.prefill.epoch]
-        decode = self._members.workers[placement.decode.worker_id, placement.decode.epoch]
+        prefill = self._members.workers[placement.prefill.key]
+        decode = self._members.workers[placement.decode.key]
         event = machine.Dispatched(prefill.key, decode.key)
         moved = self._book.step(record.request_id, event, cause, now)
         submission = record.submission
-        prefill.assigned_tokens += submission.num_prompt_tokens
+        num_hits = max(request.hits.get(placement.prefill.key, 0), placement.num_copy_blocks)
+        prefill.assigned_tokens += request.num_uncached(num_hits)
         gateway = self._members.gateways[record.gateway].hello
-        queued_seconds = max(0.0, now - record.submitted_at)
+        copy = self._copy_prefix(record, request, placement, cause)
         place = PlaceRequest(
             request_id=record.request_id,
             gateway_id=gateway.gateway_id,
@@ -192,31 +199,50 @@ class Dispatcher:
             params=submission.params,
             num_prompt_tokens=submission.num_prompt_tokens,
             decode=decode.peer if decode is not prefill else None,
-            queued_seconds=queued_seconds,
-        )
-        facts: tuple[Fact, ...] = (
-            ("prefill", placement.prefill.worker_id),
-            ("decode", placement.decode.worker_id),
-            ("num_prompt_tokens", submission.num_prompt_tokens),
-            ("num_blocks", record.num_blocks),
-            ("queued_seconds", round(queued_seconds, 6)),
-            ("num_queued", len(self._book.queued)),
-            ("prefill_uncomputed_tokens", placement.prefill.uncomputed_tokens),
-            ("decode_used_share", round(placement.decode.used_share, 4)),
-            ("decode_has_room", placement.decode.has_room(record.num_blocks)),
-            ("reason", "least loaded"),
+            queued_seconds=max(0.0, now - record.submitted_at),
+            num_prefix_tokens=placement.num_copy_blocks * request.block_size if copy else 0,
         )
         return [
             *moved,
-            Note("request_placed", cause, record.request_id, facts),
+            self._note_of(record, place, placement, cause),
             Send(prefill.key, place, cause, record.payload),
+            *copy,
             record.tell_placed(cause),
         ]
 
+    def _note_of(
+        self, record: RequestRecord, place: PlaceRequest, placement: Placement, cause: str
+    ) -> Note:
+        """Return the one line of this decision, with all that it was made of."""
+        facts: tuple[Fact, ...] = (
+            ("prefill", placement.prefill.worker_id),
+            ("decode", placement.decode.worker_id),
+            ("policy", self._policy.name),
+            ("reason", placement.reason),
+            ("num_prompt_tokens", place.num_prompt_tokens),
+            ("num_blocks", record.num_blocks),
+            ("queued_seconds", round(place.queued_seconds, 6)),
+            ("num_queued", len(self._book.queued)),
+            ("estimate_seconds", placement.estimate_seconds),
+            ("copy_from", placement.copy_from[0] if placement.copy_from else None),
+            ("num_prefix_tokens", place.num_prefix_tokens),
+        )
+        return Note("request_placed", cause, record.request_id, (*facts, *placement.inputs))
 
-def _may_have_work(worker: WorkerRecord) -> bool:
-    """Whether placement may see it now: a worker that decodes takes decodes at any time."""
-    return worker.peer.role is Role.DECODE or worker.can_take_prompt
+    def _copy_prefix(
+        self, record: RequestRecord, request: RequestView, placement: Placement, cause: str
+    ) -> list[Effect]:
+        """Let the worker that holds a prefix write it to the prefill side, if so decided."""
+        holder = placement.copy_from and self._members.workers.get(placement.copy_from)
+        num_tokens = placement.num_copy_blocks * request.block_size
+        if not holder or not num_tokens or holder.key == placement.prefill.key:
+            return []
+        copy = CopyPrefix(
+            request_id=record.request_id,
+            target=self._members.workers[placement.prefill.key].peer,
+            num_tokens=num_tokens,
+        )
+        return [Send(holder.key, copy, cause, (record.payload[0][: 4 * num_tokens],))]
 
 
 def _is_refused(record: RequestRecord, sender: PeerKey, code: ErrorCode) -> bool:
@@ -231,18 +257,3 @@ def _is_refused(record: RequestRecord, sender: PeerKey, code: ErrorCode) -> bool
         and bool(record.payload)
         and record.num_placements < MAX_PLACEMENTS
     )
-
-
-def refuse(gateway: PeerKey, request_id: RequestId, refusal: Refusal, cause: str) -> list[Effect]:
-    """Return the effects that refuse a request by name."""
-    refused = RequestRefused(
-        request_id=request_id,
-        code=refusal.code,
-        message=refusal.message,
-        retry_after_seconds=refusal.retry_after_seconds,
-    )
-    facts: tuple[Fact, ...] = (("code", refusal.code), ("reason", refusal.message))
-    return [
-        Note("request_refused", cause, request_id, facts, "warning"),
-        Send(gateway, refused, cause),
-    ]

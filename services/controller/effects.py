@@ -4,6 +4,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from common.ids import Epoch, RequestId
+from common.messages.admin import (
+    ControllerToCli,
+    OrderDrain,
+    OrderRole,
+    OrderRoles,
+    ScalerHello,
+)
 from common.messages.codec import Received
 from common.messages.control import (
     ControllerToGateway,
@@ -27,6 +34,15 @@ class MessageReceived:
 
 
 @dataclass(frozen=True, slots=True)
+class OrderReceived:
+    """The operator, or a scaler, sent this on the admin channel."""
+
+    sender: PeerKey
+    order: OrderRole | OrderRoles | OrderDrain | ScalerHello
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
 class Send:
     """Effect: send this; comes back as ``SendFailed`` when it could not be queued."""
 
@@ -34,6 +50,15 @@ class Send:
     message: ToPeer
     cause: str
     payload: tuple[bytes, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Effect: send this on the admin channel; one that has left misses it."""
+
+    peer: PeerKey
+    message: ControllerToCli
+    cause: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,5 +86,5 @@ class Note:
     level: Literal["debug", "info", "warning", "error"] = "info"
 
 
-CoreEvent = MessageReceived | SendFailed | Tick
-Effect = Send | Note
+CoreEvent = MessageReceived | OrderReceived | SendFailed | Tick
+Effect = Send | Answer | Note

@@ -6,17 +6,21 @@ from common.messages.control import (
     Cancel,
     CancelRequest,
     DecodeStarted,
+    MigrationFailed,
     RequestFailed,
     RequestFinished,
 )
 from common.messages.fields import Role
 from services.controller import request_machine as machine
-from services.controller.effects import Effect, PeerKey, Send
+from services.controller.effects import Effect, Fact, Note, PeerKey, Send
 from services.controller.limits import ControllerLimits
 from services.controller.members import Members
 from services.controller.request_book import RequestBook, ignored
 from services.controller.request_machine import CANCELLING, RequestEvent, RequestPhase
 from services.controller.request_record import CANCEL_REPORT_SECONDS
+
+MOVE_REPORT_SECONDS = 3.0
+"""How long a decode side may take to say that a decode whose target is gone goes on there."""
 
 
 class RequestLifecycle:
@@ -43,13 +47,15 @@ class RequestLifecycle:
     def decode_started(
         self, sender: PeerKey, message: DecodeStarted, cause: str, now: float
     ) -> list[Effect]:
-        """Note that the decode side owns the request."""
+        """Note that the decode side, or the target of a move, owns the request."""
         record = self._book.requests.get(message.request_id)
         if record is None and self._book.was_stopped(message.request_id):
             cancel = Cancel(
                 request_id=message.request_id, choice=None, reason="it has been ended already"
             )
             return [Send(sender, cancel, cause)]
+        if record is not None and record.target == sender:
+            return self._book.step(message.request_id, machine.MigrationLanded(), cause, now)
         if record is not None and record.decode != sender:
             return [ignored(message.request_id, cause, "not its decode side")]
         return self._book.step(message.request_id, machine.DecodeStartedReceived(), cause, now)
@@ -77,6 +83,19 @@ class RequestLifecycle:
             event = machine.DecodeSideFailed(message.code, message.message)
         return self._reported(sender, message.request_id, event, cause, now)
 
+    def migration_failed(
+        self, sender: PeerKey, message: MigrationFailed, cause: str, now: float
+    ) -> list[Effect]:
+        """Note that a decode stays where it is."""
+        record = self._book.requests.get(message.request_id)
+        if record is not None and record.decode != sender:
+            return [ignored(message.request_id, cause, "not its decode side")]
+        facts: tuple[Fact, ...] = (("decode", sender[0]), ("message", message.message))
+        return [
+            Note("migration_failed", cause, message.request_id, facts, "warning"),
+            *self._book.step(message.request_id, machine.MigrationFailedReceived(), cause, now),
+        ]
+
     def worker_gone(
         self, key: PeerKey, code: ErrorCode, reason: str, cause: str, now: float
     ) -> list[Effect]:
@@ -92,6 +111,9 @@ class RequestLifecycle:
             if is_queued and code is ErrorCode.SHUTTING_DOWN:
                 event = machine.DecodeRefusedReceived()
                 effects += self._book.step(record.request_id, event, cause, now)
+            elif side == "target":
+                gone = machine.MigrationTargetGone()
+                effects += self._book.step(record.request_id, gone, cause, now)
             elif side is not None:
                 lost = machine.DecodeSideGone if side == "decode" else machine.PrefillSideGone
                 effects += self._book.step(record.request_id, lost(code, reason), cause, now)
@@ -129,6 +151,11 @@ class RequestLifecycle:
                     told = f"no worker could serve it within {limits.no_worker_wait_seconds:g} s"
                     event = machine.DeadlinePassed(ErrorCode.NO_WORKER, told)
                     effects += self._book.step(record.request_id, event, cause, now)
+            elif record.phase is RequestPhase.MIGRATING and record.target_lost_at is not None:
+                if now - record.target_lost_at > MOVE_REPORT_SECONDS:
+                    told = "the worker that the decode moved to is gone, and perhaps took it along"
+                    event = machine.DeadlinePassed(ErrorCode.WORKER_DIED, told)
+                    effects += self._book.step(record.request_id, event, cause, now)
             elif record.phase is RequestPhase.WAITING and record.waiting_since is not None:
                 late = self._waited_too_long(now - record.waiting_since)
                 if late is not None:
@@ -141,7 +168,7 @@ class RequestLifecycle:
         if seconds > limits.room_wait_seconds:
             told = f"no decode worker had room within {limits.room_wait_seconds:g} s"
             return machine.DeadlinePassed(ErrorCode.NO_ROOM, told)
-        has_one = self._members.num_ready(Role.DECODE) or self._members.num_ready(Role.COMBINED)
+        has_one = self._members.num_able(Role.DECODE)
         if not has_one and seconds > limits.no_worker_wait_seconds:
             told = f"no decode worker was ready within {limits.no_worker_wait_seconds:g} s"
             return machine.DeadlinePassed(ErrorCode.NO_WORKER, told)
@@ -150,6 +177,7 @@ class RequestLifecycle:
     def _reported(
         self, sender: PeerKey, request_id: RequestId, event: RequestEvent, cause: str, now: float
     ) -> list[Effect]:
-        if request_id in self._book.requests and self._book.side_of(request_id, sender) is None:
+        has_part = self._book.side_of(request_id, sender) in ("prefill", "decode")
+        if request_id in self._book.requests and not has_part:
             return [ignored(request_id, cause, f"{sender[0]} has no part in it")]
         return self._book.step(request_id, event, cause, now)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from common.config.settings import Settings
+from common.messages.admin import RoleControl
 
 
 @dataclass(frozen=True, slots=True)
@@ -11,7 +12,8 @@ class ControllerLimits:
     ``suspect_factor`` times ``death_seconds``. A worker that takes nothing in says so within
     ``refusal_seconds``; so long is a prompt kept. A request waits ``room_wait_seconds`` for a
     decode worker with room, and ``no_worker_wait_seconds`` where none is ready; so long it is
-    queued, too, while no ready workers could serve it.
+    queued, too, while no ready workers could serve it. ``ttft_seconds`` and ``tpot_seconds`` are
+    what load is measured against.
     """
 
     heartbeat_seconds: float = 0.2
@@ -25,6 +27,10 @@ class ControllerLimits:
     refusal_seconds: float = 2.0
     stall_seconds: float = 20.0
     retry_after_seconds: float = 1.0
+    policy: str = "least_loaded"
+    role_control: RoleControl = RoleControl.MANUAL
+    ttft_seconds: float = 2.0
+    tpot_seconds: float = 0.05
 
     @classmethod
     def of(cls, settings: Settings) -> "ControllerLimits":
@@ -34,4 +40,8 @@ class ControllerLimits:
             death_seconds=settings.death_seconds,
             max_queue=settings.max_queue,
             request_timeout_seconds=settings.request_timeout_seconds,
+            policy=settings.policy,
+            role_control=RoleControl(settings.roles),
+            ttft_seconds=settings.ttft_slo_seconds,
+            tpot_seconds=settings.decode_sla / 1000,
         )

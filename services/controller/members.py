@@ -15,8 +15,10 @@ from common.messages.fields import (
     WorkerRates,
     WorkerState,
 )
-from services.controller.effects import PeerKey
-from services.controller.policy.placement import Incarnation, Pairing, WorkerView
+from services.controller.effects import Effect, Note, PeerKey
+from services.controller.policy.cluster_view import ClusterView
+from services.controller.policy.estimates import Objectives
+from services.controller.policy.views import Incarnation, Pairing, WorkerView
 
 MAX_DEAD_KEPT = 4096
 AHEAD_SECONDS = 0.5
@@ -32,37 +34,65 @@ Process = tuple[str, int]
 class WorkerRecord:
     """One live incarnation of a worker.
 
+    ``peer`` says how others reach it, with the role that it was told to have; ``held_role`` is the
+    role that it says it has. ``role_told_at`` is when it was told one that it has not confirmed.
+    ``help`` is the role whose work it may do beside its own; ``stands_in`` says that it does both
+    since nobody else has the other.
+
     ``kv`` and ``load`` are its last heartbeat's. ``assigned_tokens`` are the prompt tokens placed
     since then, ``replaced_blocks`` the blocks of refused decodes that were placed here again since
     then. ``placed_blocks`` are those of requests whose decode was placed here and has not started:
-    reserved already, or soon. ``pairs`` are a prefill worker's with decode workers; ``pairings``
-    and ``troubles`` are the same by incarnation.
+    reserved already, or soon. ``pairs`` are a prefill worker's with decode workers; ``pairings``,
+    ``link_rates`` and ``troubles`` are the same by incarnation. ``is_stale`` says that something
+    changed since policies were shown its view; ``num_changes`` counts what decides who can serve.
     """
 
     hello: WorkerHello
+    peer: PeerInfo
+    held_role: Role
     role_generation: int
     last_seen: float
+    role_told_at: float | None = None
+    help: Role | None = None
+    stands_in: bool = False
     kv: KVCounts | None = None
     load: WorkerLoad | None = None
     mode: Mode = Mode.BALANCED
     rates: WorkerRates | None = None
     is_suspect: bool = False
     is_draining: bool = False
+    is_drain_ordered: bool = False
+    drain_told_at: float = 0.0
     is_quarantined: bool = False
     assigned_tokens: int = 0
     replaced_blocks: int = 0
     placed_blocks: int = 0
     pairs: tuple[PairStatus, ...] = ()
     pairings: Mapping[Incarnation, Pairing] = field(default_factory=dict)
+    link_rates: Mapping[Incarnation, float] = field(default_factory=dict)
     troubles: Mapping[PeerKey, str] = field(default_factory=dict)
+    is_stale: bool = True
+    num_changes: int = 0
+
+    @classmethod
+    def of(cls, hello: WorkerHello, role_generation: int, now: float) -> "WorkerRecord":
+        """Take a worker in as its hello says."""
+        return cls(hello, hello.peer, hello.peer.role, role_generation, now)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name in _STANDING and getattr(self, name, None) != value:
+            object.__setattr__(self, "num_changes", getattr(self, "num_changes", 0) + 1)
+        object.__setattr__(self, name, value)
+        if name not in _UNSEEN:
+            object.__setattr__(self, "is_stale", True)
 
     @property
-    def peer(self) -> PeerInfo:
-        """How others reach it."""
-        return self.hello.peer
+    def role(self) -> Role:
+        """What it was told to serve."""
+        return self.peer.role
 
     @property
-    def key(self) -> PeerKey:
+    def key(self) -> Incarnation:
         """Its incarnation."""
         return (self.peer.worker_id, self.peer.epoch)
 
@@ -78,7 +108,15 @@ class WorkerRecord:
             return WorkerState.QUARANTINED
         if self.is_suspect:
             return WorkerState.SUSPECT
-        return WorkerState.DRAINING if self.is_draining else WorkerState.READY
+        is_draining = self.is_draining or self.is_drain_ordered
+        return WorkerState.DRAINING if is_draining else WorkerState.READY
+
+    def state_note(self, before: WorkerState, cause: str) -> list[Effect]:
+        """Return the note of a state that is not what it was before."""
+        if self.state is before:
+            return []
+        facts = (("worker", self.peer.worker_id), ("before", before), ("state", self.state))
+        return [Note("worker_state_changed", cause, facts=facts, level="warning")]
 
     @property
     def can_take_prompt(self) -> bool:
@@ -105,25 +143,53 @@ class WorkerRecord:
         in_transfer = self.kv.in_transfer if self.kv else 0
         referenced = self.kv.referenced if self.kv else 0
         uncomputed = self.load.uncomputed_tokens if self.load else 0
+        rates = self.rates
         return WorkerView(
             worker_id=self.peer.worker_id,
             epoch=self.peer.epoch,
-            role=self.peer.role,
+            role=self.role,
             uncomputed_tokens=uncomputed + self.assigned_tokens,
             total_blocks=self.hello.num_blocks,
             used_blocks=referenced + max(in_transfer, self.placed_blocks),
             pairings=self.pairings,
+            may_prefill=self.stands_in or self.help is Role.PREFILL,
+            may_decode=self.stands_in or self.help is Role.DECODE,
+            can_take_prompt=self.can_take_prompt,
+            is_draining=self.is_draining or self.is_drain_ordered,
+            has_heartbeat=self.load is not None,
+            num_decoding=self.load.num_decoding if self.load else 0,
+            max_num_seqs=self.hello.max_num_seqs,
+            max_num_batched_tokens=self.hello.max_num_batched_tokens,
+            block_bytes=self.hello.block_bytes,
+            prefill_rate=rates.prefill_tokens_per_second if rates else 0.0,
+            decode_step_seconds=rates.decode_step_seconds if rates else 0.0,
+            decode_rate=rates.decode_tokens_per_second if rates else 0.0,
+            link_rates=self.link_rates,
         )
 
     def take_pairs(self, pairs: tuple[PairStatus, ...]) -> None:
         """Note how the pairs of this prefill worker stand."""
         self.pairs = pairs
+        self.link_rates = {
+            (pair.worker_id, pair.epoch): pair.bytes_per_second
+            for pair in pairs
+            if pair.bytes_per_second
+        }
         self.pairings = {(pair.worker_id, pair.epoch): _pairing(pair) for pair in pairs}
         self.troubles = {(pair.worker_id, pair.epoch): pair.reason for pair in pairs}
 
     def trouble_with(self, decode: PeerKey) -> str:
         """Say why this worker cannot hand over to a decode worker; empty when it may."""
         return self.troubles.get(decode, "")
+
+
+_STANDING = frozenset(
+    (
+        *("peer", "stands_in", "help", "troubles"),
+        *("is_suspect", "is_draining", "is_drain_ordered", "is_quarantined"),
+    )
+)
+_UNSEEN = frozenset(("last_seen", "is_stale", "num_changes"))
 
 
 def _pairing(pair: PairStatus) -> Pairing:
@@ -154,12 +220,50 @@ class GatewayRecord:
 
 @dataclass(slots=True)
 class Members:
-    """All live incarnations, in the order of their first hello."""
+    """All live incarnations, in the order of their first hello.
+
+    ``cluster`` are the ready workers as policies see them, as fresh as the last ``view``.
+    """
 
     host: str
+    objectives: Objectives = field(default_factory=Objectives)
     workers: dict[PeerKey, WorkerRecord] = field(default_factory=dict)
     gateways: dict[PeerKey, GatewayRecord] = field(default_factory=dict)
+    cluster: ClusterView = field(init=False)
     _dead: OrderedDict[PeerKey, str] = field(default_factory=OrderedDict)
+    _num_changes: int = 0
+    _missing: tuple[tuple[int, int], str] = ((-1, -1), "")
+
+    def __post_init__(self) -> None:
+        self.cluster = ClusterView(objectives=self.objectives)
+
+    def add_worker(self, worker: WorkerRecord) -> None:
+        """Take a worker in."""
+        self.workers[worker.key] = worker
+        self._num_changes += 1
+
+    def standing(self) -> tuple[int, int]:
+        """Return what is another value whenever it may have changed who can serve."""
+        return self._num_changes, sum(worker.num_changes for worker in self.workers.values())
+
+    def view(self) -> ClusterView:
+        """Return the ready workers as they are now."""
+        for worker in self.workers.values():
+            if not worker.is_stale:
+                continue
+            worker.is_stale = False
+            if worker.state is WorkerState.READY:
+                self.cluster.update(worker.view())
+            else:
+                self.cluster.remove(worker.key)
+        return self.cluster
+
+    def remove_worker(self, key: PeerKey, reason: str) -> None:
+        """Take a dead worker out and remember it."""
+        worker = self.workers.pop(key)
+        self._num_changes += 1
+        self.cluster.remove(worker.key)
+        self.bury(key, reason)
 
     def worker_named(self, worker_id: str) -> WorkerRecord | None:
         """Return the live incarnation of a worker."""
@@ -184,7 +288,19 @@ class Members:
 
     def num_ready(self, role: Role) -> int:
         """Count the ready workers of a role."""
-        return sum(worker.peer.role is role for worker in self.ready_workers())
+        return sum(worker.role is role for worker in self.ready_workers())
+
+    def num_able(self, role: Role) -> int:
+        """Count the ready workers that may do a role's work."""
+        return sum(w.role in (role, Role.COMBINED) or w.stands_in for w in self.ready_workers())
+
+    def decoders(self) -> list[WorkerRecord]:
+        """Return the workers to which a prefill side may hand a decode over, ready or not."""
+        return [
+            worker
+            for worker in self.workers.values()
+            if worker.role is Role.DECODE or worker.stands_in or worker.help is Role.DECODE
+        ]
 
     def max_request_tokens(self) -> int:
         """Tokens of the longest choice, prompt and output, that a ready worker can decode.
@@ -195,18 +311,33 @@ class Members:
             (
                 worker.hello.num_blocks * worker.hello.block_size + 1
                 for worker in self.ready_workers()
-                if worker.peer.role is not Role.PREFILL
+                if worker.role is not Role.PREFILL or worker.stands_in
             ),
             default=0,
         )
 
+    def missing_role(self) -> str:
+        """Say which role has no ready worker, or which pair does not work, if so."""
+        standing = self.standing()
+        if self._missing[0] != standing:
+            self._missing = (standing, self._find_missing_role())
+        return self._missing[1]
+
+    def _find_missing_role(self) -> str:
+        missing = [role for role in (Role.PREFILL, Role.DECODE) if not self.num_able(role)]
+        if missing:
+            return f"no {' and no '.join(missing)} worker is ready"
+        if any(w.role is Role.COMBINED or w.stands_in for w in self.ready_workers()):
+            return ""
+        return self.why_unpaired()
+
     def why_unpaired(self) -> str:
         """Say why no ready prefill worker can hand over to a ready decode worker, if so."""
         ready = list(self.ready_workers())
-        decodes = [worker for worker in ready if worker.peer.role is Role.DECODE]
+        decodes = [worker for worker in ready if worker.role is Role.DECODE]
         told = ""
         for prefill in ready:
-            if prefill.peer.role is not Role.PREFILL:
+            if prefill.role is not Role.PREFILL:
                 continue
             for decode in decodes:
                 trouble = prefill.trouble_with(decode.key)

@@ -5,7 +5,13 @@ from collections import OrderedDict
 from common.ids import RequestId
 from services.controller.effects import Effect, Fact, Note, PeerKey
 from services.controller.members import Members
-from services.controller.request_machine import NOT_STARTED, Dispatched, RequestEvent, RequestPhase
+from services.controller.request_machine import (
+    DECODED,
+    NOT_STARTED,
+    Dispatched,
+    RequestEvent,
+    RequestPhase,
+)
 from services.controller.request_record import RequestRecord
 
 MAX_STOPPED_KEPT = 4096
@@ -37,6 +43,18 @@ class RequestBook:
         self.queued[record.request_id] = None
         self._stopped.pop(record.request_id, None)
         self._count(record, 1)
+
+    def num_queued_tokens(self) -> int:
+        """Count the prompt tokens that no worker has yet."""
+        return sum(self.requests[name].submission.num_prompt_tokens for name in self.queued)
+
+    def count_phases(self) -> dict[RequestPhase, int]:
+        """Count the requests in each phase that a record can be in."""
+        counts: dict[RequestPhase, int]
+        counts = {phase: 0 for phase in RequestPhase if phase is not RequestPhase.UNKNOWN}
+        for record in self.requests.values():
+            counts[record.phase] += 1
+        return counts
 
     def was_stopped(self, request_id: RequestId) -> bool:
         """Whether we ended this id, lately, other than by its owner's report."""
@@ -125,11 +143,7 @@ class RequestBook:
         for record in records:
             record.validate()
             assert record.phase is not RequestPhase.UNKNOWN, record.request_id
-            owner = (
-                record.decode
-                if record.phase in (RequestPhase.DECODING, RequestPhase.CANCELLING_DECODE)
-                else record.prefill
-            )
+            owner = record.decode if record.phase in DECODED else record.prefill
             is_ours = record.phase is RequestPhase.QUEUED
             assert is_ours or owner in self._members.workers, (record.request_id, record.phase)
 

@@ -8,8 +8,10 @@ in, because it was not reached or has just begun to drain, gives it back to the 
 prefill side owns it, a refused decode puts it in WAITING until a decode side is placed again; the
 prefill goes on meanwhile. A cancel, a passed deadline, a dead gateway or a failed other side tells
 every side to stop, and the record waits in CANCELLING for the owner's report: a decode that had
-started when the cancel was sent passes the ownership on there too. UNKNOWN is the phase of every
-request without a record: never seen, ended, or taken in by an earlier controller.
+started when the cancel was sent passes the ownership on there too. In MIGRATING the decode side
+hands a running decode to a target: it owns the request until the target reports that its decode
+started, and goes on with it where the move failed. UNKNOWN is the phase of every request without a
+record: never seen, ended, or taken in by an earlier controller.
 """
 
 from dataclasses import dataclass
@@ -28,6 +30,7 @@ class RequestPhase(StrEnum):
     PLACED = "placed"
     WAITING = "waiting"
     DECODING = "decoding"
+    MIGRATING = "migrating"
     CANCELLING_PREFILL = "cancelling_prefill"
     CANCELLING_DECODE = "cancelling_decode"
 
@@ -110,6 +113,28 @@ class DecodeSideGone:
 
 
 @dataclass(frozen=True, slots=True)
+class MigrationStarted:
+    """The decode side was told to hand the running decode to ``target``."""
+
+    target: PeerKey
+
+
+@dataclass(frozen=True, slots=True)
+class MigrationLanded:
+    """The target reports that it decodes the request now."""
+
+
+@dataclass(frozen=True, slots=True)
+class MigrationFailedReceived:
+    """The decode side goes on itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class MigrationTargetGone:
+    """The target died or left; the decode side will say whether it still has the request."""
+
+
+@dataclass(frozen=True, slots=True)
 class CancelReceived:
     """The gateway wants no more of it."""
 
@@ -157,6 +182,10 @@ RequestEvent = (
     | DecodeSideFailed
     | PrefillSideGone
     | DecodeSideGone
+    | MigrationStarted
+    | MigrationLanded
+    | MigrationFailedReceived
+    | MigrationTargetGone
     | CancelReceived
     | ChoiceCancelReceived
     | GatewayGone
@@ -176,8 +205,11 @@ _NO_DECODE = Ignored("no decode side is placed")
 _HANDED_OVER = Ignored("the prefill side has handed the request over")
 _STARTED = Ignored("its decode has started already")
 _CANCELLED = Ignored("the request is being cancelled")
-_STOPPED = Illegal("a cancelled request is not placed again")
+_STOPPED = Illegal("a cancelled request is not placed again, nor moved")
 _NOT_CANCELLED = Illegal("the request is not being cancelled")
+_NOT_MOVED = Illegal("the request is not being moved")
+_NO_MOVE = Ignored("the request is not being moved")
+_NOT_DECODING = Illegal("the request does not decode")
 _NOT_WAITING = Illegal("the request waits for no decode side")
 
 REQUEST_TABLE: Table = {
@@ -193,6 +225,10 @@ REQUEST_TABLE: Table = {
     (_P.UNKNOWN, "DecodeSideFailed"): _NO_RECORD,
     (_P.UNKNOWN, "PrefillSideGone"): _LOOKED_UP,
     (_P.UNKNOWN, "DecodeSideGone"): _LOOKED_UP,
+    (_P.UNKNOWN, "MigrationStarted"): _LOOKED_UP,
+    (_P.UNKNOWN, "MigrationLanded"): _LOOKED_UP,
+    (_P.UNKNOWN, "MigrationFailedReceived"): _NO_RECORD,
+    (_P.UNKNOWN, "MigrationTargetGone"): _LOOKED_UP,
     (_P.UNKNOWN, "CancelReceived"): _NO_RECORD,
     (_P.UNKNOWN, "ChoiceCancelReceived"): _NO_RECORD,
     (_P.UNKNOWN, "GatewayGone"): _LOOKED_UP,
@@ -210,6 +246,10 @@ REQUEST_TABLE: Table = {
     (_P.QUEUED, "DecodeSideFailed"): _NOWHERE,
     (_P.QUEUED, "PrefillSideGone"): Illegal("no worker has the request"),
     (_P.QUEUED, "DecodeSideGone"): Illegal("no worker has the request"),
+    (_P.QUEUED, "MigrationStarted"): _NOT_DECODING,
+    (_P.QUEUED, "MigrationLanded"): _NOT_MOVED,
+    (_P.QUEUED, "MigrationFailedReceived"): _NOWHERE,
+    (_P.QUEUED, "MigrationTargetGone"): _NOT_MOVED,
     (_P.QUEUED, "CancelReceived"): _END,
     (_P.QUEUED, "ChoiceCancelReceived"): Ignored("no token of any choice was drawn"),
     (_P.QUEUED, "GatewayGone"): _END,
@@ -227,6 +267,10 @@ REQUEST_TABLE: Table = {
     (_P.PLACED, "DecodeSideFailed"): Legal((_P.CANCELLING_PREFILL,)),
     (_P.PLACED, "PrefillSideGone"): _END,
     (_P.PLACED, "DecodeSideGone"): Legal((_P.CANCELLING_PREFILL,)),
+    (_P.PLACED, "MigrationStarted"): _NOT_DECODING,
+    (_P.PLACED, "MigrationLanded"): _NOT_MOVED,
+    (_P.PLACED, "MigrationFailedReceived"): _NO_MOVE,
+    (_P.PLACED, "MigrationTargetGone"): _NOT_MOVED,
     (_P.PLACED, "CancelReceived"): Legal((_P.CANCELLING_PREFILL,)),
     (_P.PLACED, "ChoiceCancelReceived"): Legal((_P.PLACED,)),
     (_P.PLACED, "GatewayGone"): Legal((_P.CANCELLING_PREFILL,)),
@@ -244,6 +288,10 @@ REQUEST_TABLE: Table = {
     (_P.WAITING, "DecodeSideFailed"): _NO_DECODE,
     (_P.WAITING, "PrefillSideGone"): _END,
     (_P.WAITING, "DecodeSideGone"): Illegal("no decode side is placed"),
+    (_P.WAITING, "MigrationStarted"): _NOT_DECODING,
+    (_P.WAITING, "MigrationLanded"): _NOT_MOVED,
+    (_P.WAITING, "MigrationFailedReceived"): _NO_MOVE,
+    (_P.WAITING, "MigrationTargetGone"): _NOT_MOVED,
     (_P.WAITING, "CancelReceived"): Legal((_P.CANCELLING_PREFILL,)),
     (_P.WAITING, "ChoiceCancelReceived"): Legal((_P.WAITING,)),
     (_P.WAITING, "GatewayGone"): Legal((_P.CANCELLING_PREFILL,)),
@@ -261,11 +309,36 @@ REQUEST_TABLE: Table = {
     (_P.DECODING, "DecodeSideFailed"): _END,
     (_P.DECODING, "PrefillSideGone"): _HANDED_OVER,
     (_P.DECODING, "DecodeSideGone"): _END,
+    (_P.DECODING, "MigrationStarted"): Legal((_P.MIGRATING,)),
+    (_P.DECODING, "MigrationLanded"): _NOT_MOVED,
+    (_P.DECODING, "MigrationFailedReceived"): _NO_MOVE,
+    (_P.DECODING, "MigrationTargetGone"): _NOT_MOVED,
     (_P.DECODING, "CancelReceived"): Legal((_P.CANCELLING_DECODE,)),
     (_P.DECODING, "ChoiceCancelReceived"): Legal((_P.DECODING,)),
     (_P.DECODING, "GatewayGone"): Legal((_P.CANCELLING_DECODE,)),
     (_P.DECODING, "DeadlinePassed"): Legal((_P.CANCELLING_DECODE,)),
     (_P.DECODING, "CancelTimedOut"): _NOT_CANCELLED,
+    (_P.MIGRATING, "Submitted"): _KNOWN,
+    (_P.MIGRATING, "Dispatched"): _TAKEN_IN,
+    (_P.MIGRATING, "Requeued"): _TAKEN_IN,
+    (_P.MIGRATING, "DecodeRefusedReceived"): PeerFault("its decode has started"),
+    (_P.MIGRATING, "DecodePlaced"): _NOT_WAITING,
+    (_P.MIGRATING, "DecodeStartedReceived"): _STARTED,
+    (_P.MIGRATING, "PrefillSideFinished"): _HANDED_OVER,
+    (_P.MIGRATING, "DecodeSideFinished"): _END,
+    (_P.MIGRATING, "PrefillSideFailed"): _HANDED_OVER,
+    (_P.MIGRATING, "DecodeSideFailed"): _END,
+    (_P.MIGRATING, "PrefillSideGone"): _HANDED_OVER,
+    (_P.MIGRATING, "DecodeSideGone"): _END,
+    (_P.MIGRATING, "MigrationStarted"): Illegal("the request is being moved already"),
+    (_P.MIGRATING, "MigrationLanded"): Legal((_P.DECODING,)),
+    (_P.MIGRATING, "MigrationFailedReceived"): Legal((_P.DECODING,)),
+    (_P.MIGRATING, "MigrationTargetGone"): Legal((_P.MIGRATING,)),
+    (_P.MIGRATING, "CancelReceived"): Legal((_P.CANCELLING_DECODE,)),
+    (_P.MIGRATING, "ChoiceCancelReceived"): Legal((_P.MIGRATING,)),
+    (_P.MIGRATING, "GatewayGone"): Legal((_P.CANCELLING_DECODE,)),
+    (_P.MIGRATING, "DeadlinePassed"): Legal((_P.CANCELLING_DECODE,)),
+    (_P.MIGRATING, "CancelTimedOut"): _NOT_CANCELLED,
     (_P.CANCELLING_PREFILL, "Submitted"): _KNOWN,
     (_P.CANCELLING_PREFILL, "Dispatched"): _STOPPED,
     (_P.CANCELLING_PREFILL, "Requeued"): _STOPPED,
@@ -278,6 +351,10 @@ REQUEST_TABLE: Table = {
     (_P.CANCELLING_PREFILL, "DecodeSideFailed"): _NOT_OWNER,
     (_P.CANCELLING_PREFILL, "PrefillSideGone"): _END,
     (_P.CANCELLING_PREFILL, "DecodeSideGone"): _NOT_OWNER,
+    (_P.CANCELLING_PREFILL, "MigrationStarted"): _STOPPED,
+    (_P.CANCELLING_PREFILL, "MigrationLanded"): _NOT_MOVED,
+    (_P.CANCELLING_PREFILL, "MigrationFailedReceived"): _CANCELLED,
+    (_P.CANCELLING_PREFILL, "MigrationTargetGone"): _NOT_MOVED,
     (_P.CANCELLING_PREFILL, "CancelReceived"): _CANCELLED,
     (_P.CANCELLING_PREFILL, "ChoiceCancelReceived"): _CANCELLED,
     (_P.CANCELLING_PREFILL, "GatewayGone"): _CANCELLED,
@@ -295,6 +372,10 @@ REQUEST_TABLE: Table = {
     (_P.CANCELLING_DECODE, "DecodeSideFailed"): _END,
     (_P.CANCELLING_DECODE, "PrefillSideGone"): _HANDED_OVER,
     (_P.CANCELLING_DECODE, "DecodeSideGone"): _END,
+    (_P.CANCELLING_DECODE, "MigrationStarted"): _STOPPED,
+    (_P.CANCELLING_DECODE, "MigrationLanded"): Legal((_P.CANCELLING_DECODE,)),
+    (_P.CANCELLING_DECODE, "MigrationFailedReceived"): _CANCELLED,
+    (_P.CANCELLING_DECODE, "MigrationTargetGone"): _CANCELLED,
     (_P.CANCELLING_DECODE, "CancelReceived"): _CANCELLED,
     (_P.CANCELLING_DECODE, "ChoiceCancelReceived"): _CANCELLED,
     (_P.CANCELLING_DECODE, "GatewayGone"): _CANCELLED,
@@ -303,4 +384,5 @@ REQUEST_TABLE: Table = {
 }
 
 NOT_STARTED = (RequestPhase.QUEUED, RequestPhase.PLACED, RequestPhase.WAITING)
+DECODED = (RequestPhase.DECODING, RequestPhase.MIGRATING, RequestPhase.CANCELLING_DECODE)
 CANCELLING = (RequestPhase.CANCELLING_PREFILL, RequestPhase.CANCELLING_DECODE)

@@ -10,6 +10,7 @@ from common.messages.control import Cancel, RequestFailed, RequestPlaced, Submit
 from services.controller.effects import Effect, Note, PeerKey, Send
 from services.controller.request_machine import (
     CANCELLING,
+    DECODED,
     REQUEST_TABLE,
     CancelReceived,
     CancelTimedOut,
@@ -23,6 +24,10 @@ from services.controller.request_machine import (
     DecodeStartedReceived,
     Dispatched,
     GatewayGone,
+    MigrationFailedReceived,
+    MigrationLanded,
+    MigrationStarted,
+    MigrationTargetGone,
     PrefillSideFailed,
     PrefillSideFinished,
     PrefillSideGone,
@@ -44,8 +49,9 @@ class RequestRecord:
     holds when a decode side refused last, ``faults`` how often it could not work for another reason
     than room. ``num_blocks`` are the prompt's and its growth's. ``payload`` is the prompt's frame,
     empty once nobody can need it again. ``unserved_since`` tells from when on no set of ready
-    workers could have taken the queued request. ``arrival`` numbers all requests. Times are on the
-    clock of the ``now`` arguments.
+    workers could have taken the queued request. ``hashes`` are its prompt's, where a policy reads
+    them. ``target`` is where a running decode moves to, None otherwise and once it is gone.
+    ``arrival`` numbers all requests. Times are on the clock of the ``now`` arguments.
     """
 
     def __init__(
@@ -69,7 +75,12 @@ class RequestRecord:
         self.phase = RequestPhase.QUEUED
         self.submitted_at = now
         self.unserved_since: float | None = None
+        self.hashes: tuple[bytes, ...] = ()
         self.waiting_since: float | None = None
+        self.decoding_since: float | None = None
+        self.target: PeerKey | None = None
+        self.target_lost_at: float | None = None
+        self.move_failed_at: float | None = None
         self.cancelled_at: float | None = None
         self.was_stopped = False
         self.refusals: dict[PeerKey, float] = {}
@@ -77,14 +88,14 @@ class RequestRecord:
         self._story = Story()
 
     def side_of(self, peer: PeerKey) -> str | None:
-        """Return "prefill", "decode" or, for a worker that has no part in it, None.
+        """Return "prefill", "decode", "target" or, for a worker that has no part in it, None.
 
         A combined worker is its owner's side.
         """
         sides: list[tuple[str, PeerKey | None]]
         sides = [("prefill", self.prefill), ("decode", self.decode)]
-        if self.phase in (RequestPhase.DECODING, RequestPhase.CANCELLING_DECODE):
-            sides.reverse()
+        if self.phase in DECODED:
+            sides = [("decode", self.decode), ("target", self.target), ("prefill", self.prefill)]
         return next((side for side, key in sides if key == peer), None)
 
     def handle(self, event: RequestEvent, cause: str, now: float) -> list[Effect]:
@@ -130,7 +141,21 @@ class RequestRecord:
                 self.phase = RequestPhase.PLACED
                 return []
             case DecodeStartedReceived():
-                return self._decode_started(cause)
+                return self._decode_started(cause, now)
+            case MigrationStarted(target):
+                self.target, self.target_lost_at = target, None
+                self.phase = RequestPhase.MIGRATING
+                return []
+            case MigrationLanded():
+                self.decode, self.target = self.target, None
+                return self._decode_started(cause, now)
+            case MigrationFailedReceived():
+                self.target, self.move_failed_at = None, now
+                self.phase = RequestPhase.DECODING
+                return []
+            case MigrationTargetGone():
+                self.target, self.target_lost_at = None, now
+                return []
             case PrefillSideFinished() | DecodeSideFinished():
                 self.phase = RequestPhase.UNKNOWN
                 return []
@@ -171,13 +196,16 @@ class RequestRecord:
         return Send(self.gateway, placed, cause)
 
     def _sides(self) -> list[PeerKey]:
-        if self.phase is RequestPhase.DECODING and self.decode is not None:
-            return [self.decode]
-        return list(dict.fromkeys(side for side in (self.prefill, self.decode) if side))
+        sides = (self.prefill, self.decode)
+        if self.phase in DECODED:
+            sides = (self.decode, self.target)
+        return list(dict.fromkeys(side for side in sides if side))
 
-    def _decode_started(self, cause: str) -> list[Effect]:
-        if self.phase is RequestPhase.PLACED:
+    def _decode_started(self, cause: str, now: float) -> list[Effect]:
+        if self.phase not in CANCELLING:
             self.phase = RequestPhase.DECODING
+            if self.decoding_since is None:
+                self.decoding_since = now
             return []
         # Our cancel may have reached the decode side before its reservation did.
         self.phase = RequestPhase.CANCELLING_DECODE
@@ -199,9 +227,10 @@ class RequestRecord:
             self.phase = RequestPhase.UNKNOWN
             return []
         effects = self._fail(code, message, cause)
-        if self.phase is RequestPhase.DECODING:
+        if self.phase in DECODED:
+            others = [side for side in self._sides() if side != self.decode]
             self.phase = RequestPhase.UNKNOWN
-            return effects
+            return [*effects, *self._tell(others, message, cause)]
         owner = [self.prefill] if self.prefill else []
         return [*effects, *self._stop(owner, message, cause, now)]
 
@@ -214,7 +243,7 @@ class RequestRecord:
         self.was_stopped = True
         self.phase = (
             RequestPhase.CANCELLING_DECODE
-            if self.phase is RequestPhase.DECODING
+            if self.phase in DECODED
             else RequestPhase.CANCELLING_PREFILL
         )
         return effects
@@ -236,8 +265,10 @@ class RequestRecord:
 
     def validate(self) -> None:
         """Check what must always hold. Raises AssertionError naming it: a bug of ours."""
-        needs_decode = (RequestPhase.PLACED, RequestPhase.DECODING, RequestPhase.CANCELLING_DECODE)
+        needs_decode = (RequestPhase.PLACED, *DECODED)
         assert self.phase not in needs_decode or self.decode is not None, self.phase
+        may_move = (RequestPhase.MIGRATING, RequestPhase.CANCELLING_DECODE, RequestPhase.UNKNOWN)
+        assert self.phase in may_move or self.target is None, (self.phase, self.target)
         assert self.phase is not RequestPhase.WAITING or self.decode is None, self.decode
         is_queued = self.phase is RequestPhase.QUEUED
         assert not is_queued or (self.prefill is None and self.decode is None), self.prefill

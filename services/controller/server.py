@@ -11,14 +11,9 @@ from common.config.settings import Settings
 from common.errors import RemoteProtocolError
 from common.ids import new_epoch
 from common.messages.admin import (
-    AdminRefused,
     CliToController,
     ControllerToCli,
     GetStatus,
-    OrderDrain,
-    OrderRole,
-    OrderRoles,
-    ScalerHello,
 )
 from common.messages.codec import Codec, Received
 from common.messages.control import (
@@ -39,10 +34,12 @@ from common.transport.channels import ADMIN, CONTROL
 from common.transport.sockets import Identity, RouterHub, new_context
 from services.controller.core import ControllerCore
 from services.controller.effects import (
+    Answer,
     CoreEvent,
     FromPeer,
     MessageReceived,
     Note,
+    OrderReceived,
     Send,
     SendFailed,
     Tick,
@@ -134,23 +131,26 @@ class ControllerServer:
             self._answer(received)
 
     def _answer(self, received: Received[CliToController]) -> None:
-        envelope = received.envelope
-        answer: ControllerToCli
-        match received.message:
-            case GetStatus():
-                answer = status_report(self.core, time.monotonic())
-            case OrderRole() | OrderRoles() | OrderDrain() | ScalerHello():
-                command = type(received.message).__name__
-                answer = AdminRefused(command=command, message="it is not known here")
-        if not self._admin.try_send((envelope.sender, envelope.epoch), answer, "status"):
-            log.info("admin_left", cause=f"GetStatus {envelope.sender}")
+        envelope, order = received.envelope, received.message
+        sender, cause = (
+            (envelope.sender, envelope.epoch),
+            f"{type(order).__name__} {envelope.sender}",
+        )
+        if isinstance(order, GetStatus):
+            self._tell(Answer(sender, status_report(self.core, time.monotonic()), cause))
+        else:
+            self._handle(OrderReceived(sender, order, cause))
+
+    def _tell(self, answer: Answer) -> None:
+        if not self._admin.try_send(answer.peer, answer.message, answer.cause):
+            log.info("admin_left", cause=answer.cause)
 
     async def _tick(self) -> None:
         while not self._stopped.is_set():
             self._look_at_processes()
             if self._metrics_port is not None:
                 report = status_report(self.core, time.monotonic())
-                self._snapshots.take(report, self.core.book.num_queued)
+                self._snapshots.take(report, self.core.book.count_phases())
             try:
                 async with asyncio.timeout(TICK_SECONDS):
                     await self._stopped.wait()
@@ -168,6 +168,9 @@ class ControllerServer:
                 match effect:
                     case Note():
                         _write(effect)
+                        self._count_note(effect)
+                    case Answer():
+                        self._tell(effect)
                     case Send(peer, message, cause, payload):
                         self._count(message)
                         if not self._control.try_send(peer, message, cause, payload):
@@ -181,6 +184,17 @@ class ControllerServer:
                 self.metrics.refusals.labels(message.code).inc()
             case RequestFailed():
                 self.metrics.failures.labels(message.code).inc()
+            case _:
+                return
+
+    def _count_note(self, note: Note) -> None:
+        match note.event:
+            case "role_switched":
+                self.metrics.role_switches.inc()
+            case "migration_started" | "migration_failed":
+                self.metrics.migrations.labels(note.event.removeprefix("migration_")).inc()
+            case "worker_asked_for" | "worker_stopped":
+                self.metrics.scale_events.labels(note.event.removeprefix("worker_")).inc()
             case _:
                 return
 

@@ -7,6 +7,8 @@ from prometheus_client import Gauge
 
 from common.messages.admin import StatusReport, WorkerStatus
 from common.telemetry.metrics import ControllerMetrics
+from services.controller.policy.scenario import Scenario
+from services.controller.request_machine import NOT_STARTED, RequestPhase
 
 Labels = tuple[str, ...]
 
@@ -22,9 +24,12 @@ class Snapshots:
         self._metrics = metrics
         self._told: defaultdict[Gauge, set[Labels]] = defaultdict(set)
 
-    def take(self, report: StatusReport, num_queued: int) -> None:
-        """Take a report; ``num_queued`` of its requests have not started to decode."""
+    def take(self, report: StatusReport, phases: Mapping[RequestPhase, int]) -> None:
+        """Take a report, and how many of its requests are in each phase."""
         metrics = self._metrics
+        num_queued = sum(phases[phase] for phase in NOT_STARTED)
+        self._set(metrics.phases, {(str(phase),): count for phase, count in phases.items()})
+        self._set(metrics.scenario, {(str(one),): one == report.scenario for one in Scenario})
         metrics.requests.set(report.num_requests)
         metrics.queued.set(num_queued)
         metrics.running.set(report.num_requests - num_queued)

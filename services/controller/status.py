@@ -1,6 +1,6 @@
 """What the operator is told about the cluster."""
 
-from common.messages.admin import GatewayStatus, RoleControl, StatusReport, WorkerStatus
+from common.messages.admin import GatewayStatus, StatusReport, WorkerStatus
 from services.controller.core import ControllerCore
 
 
@@ -17,16 +17,16 @@ def status_report(core: ControllerCore, now: float) -> StatusReport:
         model_fingerprint=first.model_fingerprint if first else "",
         uptime_seconds=max(0.0, now - core.started_at),
         num_requests=len(core.book.requests),
-        policy="least_loaded",
-        role_control=RoleControl.MANUAL,
-        scenario="normal",
+        policy=core.policy,
+        role_control=core.roles.control,
+        scenario=core.elasticity.scenario,
         workers=tuple(
             WorkerStatus(
                 id=worker.peer.worker_id,
                 pid=worker.peer.pid,
                 host=worker.peer.host,
                 epoch=worker.peer.epoch,
-                role=worker.peer.role,
+                role=worker.held_role,
                 state=worker.state,
                 heartbeat_age_seconds=max(0.0, now - worker.last_seen),
                 kv=worker.kv,

@@ -36,7 +36,12 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Settings:
     folder.chmod(0o700)
     port = claim_port("127.0.0.1", 0)
     return Settings(
-        port=1, run_dir=folder, log_dir=folder / "log", metrics_port_base=port, death_seconds=60
+        roles="manual",
+        port=1,
+        run_dir=folder,
+        log_dir=folder / "log",
+        metrics_port_base=port,
+        death_seconds=60,
     )
 
 

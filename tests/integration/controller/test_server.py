@@ -120,7 +120,7 @@ async def controller(settings: Settings) -> AsyncIterator[ControllerServer]:
 
 @pytest.fixture
 def settings(short_dir: Path) -> Settings:
-    return Settings(port=1, run_dir=short_dir, log_dir=short_dir / "log")
+    return Settings(port=1, roles="manual", run_dir=short_dir, log_dir=short_dir / "log")
 
 
 @pytest.fixture

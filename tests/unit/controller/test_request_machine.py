@@ -13,6 +13,7 @@ from tests.unit.controller.cluster import submit
 
 P: PeerKey = ("p0", Epoch(1))
 D: PeerKey = ("d0", Epoch(1))
+T: PeerKey = ("d1", Epoch(1))
 G: PeerKey = ("g", Epoch(1))
 CODE = (ErrorCode.WORKER_DIED, "gone")
 
@@ -31,6 +32,10 @@ EVENTS: dict[str, RequestEvent] = {
         machine.DecodeSideFailed(*CODE),
         machine.PrefillSideGone(*CODE),
         machine.DecodeSideGone(*CODE),
+        machine.MigrationStarted(T),
+        machine.MigrationLanded(),
+        machine.MigrationFailedReceived(),
+        machine.MigrationTargetGone(),
         machine.CancelReceived("left"),
         machine.ChoiceCancelReceived(0, "stop"),
         machine.GatewayGone("gone"),
@@ -43,8 +48,12 @@ PATHS: dict[RequestPhase, tuple[str, ...]] = {
     RequestPhase.PLACED: ("Dispatched",),
     RequestPhase.WAITING: ("Dispatched", "DecodeRefusedReceived"),
     RequestPhase.DECODING: ("Dispatched", "DecodeStartedReceived"),
+    RequestPhase.MIGRATING: ("Dispatched", "DecodeStartedReceived", "MigrationStarted"),
     RequestPhase.CANCELLING_PREFILL: ("Dispatched", "CancelReceived"),
-    RequestPhase.CANCELLING_DECODE: ("Dispatched", "DecodeStartedReceived", "CancelReceived"),
+    RequestPhase.CANCELLING_DECODE: (
+        *("Dispatched", "DecodeStartedReceived", "MigrationStarted"),
+        "CancelReceived",
+    ),
 }
 
 

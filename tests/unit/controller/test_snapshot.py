@@ -16,7 +16,7 @@ def samples(metrics: ControllerMetrics) -> dict[tuple[str, ...], float]:
 
 def taken(snapshots: Snapshots, cluster: Cluster) -> None:
     report = status_report(cluster.core, cluster.now)
-    snapshots.take(report, cluster.core.book.num_queued)
+    snapshots.take(report, cluster.core.book.count_phases())
 
 
 def test_the_gauges_tell_what_the_controller_sees() -> None:
@@ -33,6 +33,10 @@ def test_the_gauges_tell_what_the_controller_sees() -> None:
     assert told["num_requests",] == 2
     assert told["num_requests_queued",] == 1
     assert told["num_requests_running",] == 1
+    assert told["num_requests_in_phase", "placed"] == 1
+    assert told["num_requests_in_phase", "decoding"] == 1
+    assert told["num_requests_in_phase", "queued"] == 0
+    assert (told["scenario", "normal"], told["scenario", "extreme"]) == (1, 0)
     assert told["num_gateways",] == 1
     assert told["num_workers", "prefill", "ready"] == 1
     assert told["num_workers", "decode", "ready"] == 1
