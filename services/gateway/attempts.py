@@ -14,11 +14,15 @@ from common.sampling import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One request of the cluster: its prompt as it is sent, and the choices that it draws."""
+    """One request of the cluster: its prompt as it is sent, and the choices that it draws.
+
+    ``num_resumes`` is how many requests lost their workers before it came to these choices.
+    """
 
     request_id: RequestId
     prompt: Sequence[int]
     params: SamplingParams
+    num_resumes: int = 0
 
     @property
     def choices(self) -> range:
@@ -45,26 +49,30 @@ class Attempts:
         """Return the attempt that draws a choice."""
         return next((attempt for attempt in self.live if choice in attempt.choices), None)
 
+    def find(self, request_id: RequestId) -> Attempt | None:
+        """Return an attempt that is under way; None when it is not."""
+        return self._live.get(request_id)
+
     def end(self, request_id: RequestId) -> Attempt | None:
         """Note that an attempt is over; None for one that was not under way."""
         return self._live.pop(request_id, None)
 
     def go_on(
-        self, choices: Sequence[int], emitted_of: Callable[[int], list[int]]
+        self, lost: Attempt, choices: Sequence[int], emitted_of: Callable[[int], list[int]]
     ) -> tuple[Attempt, ...]:
-        """Make the attempts that go on with these choices, neighbours in their numbers or not."""
+        """Make the attempts that go on with these choices of a lost one."""
         emitted = {choice: emitted_of(choice) for choice in choices}
         is_run = list(choices) == list(range(choices[0], choices[0] + len(choices)))
         groups = [choices] if is_run and not any(emitted.values()) else [[c] for c in choices]
-        made = tuple(self._make(group[0], len(group), emitted[group[0]]) for group in groups)
+        made = tuple(self._make(lost, group[0], len(group), emitted[group[0]]) for group in groups)
         self._live.update({attempt.request_id: attempt for attempt in made})
         return made
 
-    def _make(self, choice: int, count: int, emitted: list[int]) -> Attempt:
+    def _make(self, lost: Attempt, choice: int, count: int, emitted: list[int]) -> Attempt:
         first = self.first
         request_id = RequestId(f"{first.request_id}~{self._num_made}")
         self._num_made += 1
         params = replace(
             first.params, first_choice=choice, num_choices=count, num_drawn=len(emitted)
         )
-        return Attempt(request_id, [*first.prompt, *emitted], params)
+        return Attempt(request_id, [*first.prompt, *emitted], params, lost.num_resumes + 1)

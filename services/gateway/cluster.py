@@ -109,33 +109,32 @@ class ClusterBackend:
         submission = ClusterSubmission(self, attempts)
         self._submissions[request_id] = submission
         try:
-            if not self._send(attempts.first):
+            if not self.send(attempts.first):
                 full = "the controller takes no messages"
                 submission.refuse(
                     RequestError(ErrorCode.NO_WORKER, full, retry_after_seconds=POLL_SECONDS)
                 )
-            await submission.wait_placed()
+            await submission.wait_taken_in()
         except BaseException:
             await submission.aclose()
             raise
         return submission
 
-    def resume(self, owner: ClusterSubmission, attempt: Attempt, error: RequestError) -> None:
-        """Hand a request in again that goes on where another one failed."""
-        request_id, lost = attempt.request_id, owner.request_id
+    def adopt(self, owner: ClusterSubmission, attempt: Attempt, error: RequestError) -> None:
+        """Give what comes for an attempt, which goes on after an error, to its owner."""
         log.warning(
             "request_resumed",
-            request_id=lost,
-            resumed_request_id=request_id,
+            request_id=owner.request_id,
+            resumed_request_id=attempt.request_id,
             choices=list(attempt.choices),
             num_drawn=attempt.params.num_drawn,
+            num_resumes=attempt.num_resumes,
             reason=error.message,
         )
-        self._submissions[request_id] = owner
-        if not self._send(attempt):
-            owner.refused(request_id, error)
+        self._submissions[attempt.request_id] = owner
 
-    def _send(self, attempt: Attempt) -> bool:
+    def send(self, attempt: Attempt) -> bool:
+        """Hand an attempt in; False when the controller takes no messages."""
         message = SubmitRequest(
             request_id=attempt.request_id,
             params=attempt.params,
@@ -232,9 +231,10 @@ class ClusterBackend:
             case HelloRefused():
                 self._refusal.refused(message)
             case HelloRequested():
-                for orphaned in self._submissions.values():
-                    orphaned.orphan()
                 self._is_registered = False
+                self._state = None
+                for orphaned in {id(owner): owner for owner in self._submissions.values()}.values():
+                    orphaned.orphan()
                 self._control.try_send(self._hello, "hello requested")
             case Fenced():
                 self._begin_anew(message.message)
@@ -257,10 +257,11 @@ class ClusterBackend:
         if submission is None:
             return
         match message:
-            case RequestQueued() | RequestPlaced():
-                submission.placed()
+            case RequestQueued():
+                submission.queued(message.request_id)
+            case RequestPlaced():
+                submission.placed(message.request_id)
             case RequestRefused(code=code, message=told, retry_after_seconds=seconds):
-                # It may have been placed before, on a worker that was not reached.
                 error = RequestError(code, told, retry_after_seconds=seconds)
                 submission.refused(message.request_id, error)
             case RequestFinished():

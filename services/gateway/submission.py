@@ -1,7 +1,7 @@
 """One request of the gateway in the cluster: its stream, its deadlines, and its resumes."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from functools import partial
 from time import monotonic
@@ -16,16 +16,21 @@ from services.gateway.ordering import StreamOrder
 from services.gateway.pending import PendingEvents
 
 ANSWER_SECONDS = 10.0
-"""How long the controller may take to place or refuse."""
+"""How long the controller may take to queue, place or refuse."""
 SILENCE_SECONDS = 10.0
 """Controller and tokens both silent this long: nobody would tell us of a dead worker. Tokens that
 are late by as much are lost: a broken connection is mended, and has sent what it kept, before."""
 ORPHAN_SILENCE_SECONDS = 30.0
 """A request of an earlier controller without a token for this long is given up."""
-RESUMED = (ErrorCode.WORKER_DIED, ErrorCode.SHUTTING_DOWN, ErrorCode.TRANSFER_FAILED)
-"""What is no fault of the request: it goes on elsewhere."""
-RESUME_SECONDS = 10.0
-"""How long another worker is looked for."""
+RESUMED = (
+    *(ErrorCode.WORKER_DIED, ErrorCode.SHUTTING_DOWN, ErrorCode.TRANSFER_FAILED),
+    ErrorCode.NO_WORKER,
+)
+"""What is no fault of the request, once it was taken in: it goes on elsewhere."""
+RETRIED = (*RESUMED, ErrorCode.QUEUE_FULL, ErrorCode.NO_ROOM)
+"""Refusals of a request that goes on which may be other ones a moment later."""
+RESUME_SECONDS = 30.0
+"""How long another worker is looked for: the only one of its role must start anew first."""
 RESUME_RETRY_SECONDS = 0.2
 POLL_SECONDS = 1.0
 """Time between two looks at the deadlines."""
@@ -37,16 +42,23 @@ class ClusterLink(Protocol):
     request_timeout_seconds: float
     """How long a request may take; 0 for ever."""
     max_resumes: int
+    """How often what loses its workers is placed again, to go on elsewhere."""
 
     @property
     def controller_silence_seconds(self) -> float:
         """Time since the controller was last heard from."""
         ...
 
-    def resume(
-        self, submission: "ClusterSubmission", attempt: Attempt, error: RequestError
-    ) -> None:
-        """Hand a request in again that goes on where another one failed."""
+    def readiness(self) -> tuple[bool, str]:
+        """Whether requests can be served now, and the reason when they cannot."""
+        ...
+
+    def adopt(self, owner: "ClusterSubmission", attempt: Attempt, error: RequestError) -> None:
+        """Give what comes for an attempt, which goes on after an error, to its owner."""
+        ...
+
+    def send(self, attempt: Attempt) -> bool:
+        """Hand an attempt in; False when the controller takes no messages."""
         ...
 
     def cancel(self, request_id: RequestId, choice: int | None, reason: str) -> None:
@@ -58,12 +70,17 @@ class ClusterLink(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Loss:
-    """Why choices go on elsewhere, and until when somebody must have taken them."""
+    """Why an attempt was made that nobody has taken in yet.
+
+    It fails with ``error`` when nobody has by ``deadline``. ``is_asked`` while the controller owes
+    an answer.
+    """
 
     error: RequestError
     deadline: float
+    is_asked: bool = False
 
 
 class ClusterSubmission:
@@ -73,11 +90,10 @@ class ClusterSubmission:
         self.request_id = attempts.first.request_id
         self._link = link
         self._attempts = attempts
-        self._num_resumed = 0
         self._order = StreamOrder(attempts.first.params.num_choices)
         self._pending = PendingEvents()
         self._arrived = asyncio.Event()
-        self._placed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._taken_in: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._is_closed = False
         self._cancelled_choices: set[int] = set()
         self._heard_at = monotonic()
@@ -85,15 +101,19 @@ class ClusterSubmission:
         self._ended_at: float | None = None
         self._is_orphan = False
         self._losses: dict[RequestId, _Loss] = {}
+        self._placed: set[RequestId] = set()
         self._finished: set[RequestId] = set()
         timeout = link.request_timeout_seconds
         self._deadline = monotonic() + timeout if timeout else None
 
-    async def wait_placed(self) -> None:
-        """Wait until the controller has placed the request; raises RequestError when refused."""
+    async def wait_taken_in(self) -> None:
+        """Wait until the controller has queued or placed the request.
+
+        Raises ``RequestError`` when it is refused. How long it is queued then has no bound here.
+        """
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
-                await self._placed
+                await self._taken_in
         except TimeoutError:
             raise RequestError(
                 ErrorCode.NO_WORKER,
@@ -101,15 +121,21 @@ class ClusterSubmission:
                 retry_after_seconds=POLL_SECONDS,
             ) from None
 
-    def placed(self) -> None:
-        """The controller chose workers."""
-        if not self._placed.done():
-            self._placed.set_result(None)
+    def queued(self, request_id: RequestId) -> None:
+        """The controller will choose workers for one of its requests."""
+        self._losses.pop(request_id, None)
+        if not self._taken_in.done():
+            self._taken_in.set_result(None)
+
+    def placed(self, request_id: RequestId) -> None:
+        """The controller chose workers for one of its requests."""
+        self.queued(request_id)
+        self._placed.add(request_id)
 
     def refuse(self, error: RequestError) -> None:
         """Nobody has taken the request in."""
-        if not self._placed.done():
-            self._placed.set_exception(error)
+        if not self._taken_in.done():
+            self._taken_in.set_exception(error)
 
     def take(self, delta: WireDelta) -> None:
         """Put a delta in order. Raises RemoteProtocolError when it cannot belong here."""
@@ -128,45 +154,83 @@ class ClusterSubmission:
             self._pending.fail(error)
             self._arrived.set()
 
+    # ---- going on elsewhere ----------------------------------------------------------------------
+
     def lost(self, request_id: RequestId, error: RequestError) -> None:
         """One of its requests failed: let its choices go on elsewhere, where that can be."""
         attempt = self._attempts.end(request_id)
         if attempt is None or self._is_closed or self._order.is_finished:
             return
         self._link.forget(request_id)
-        may_resume = self._placed.done() and self._num_resumed < self._link.max_resumes
+        may_resume = self._taken_in.done() and attempt.num_resumes < self._link.max_resumes
         if not may_resume or error.code not in RESUMED:
             self.fail(error)
             return
-        self._num_resumed += 1
-        self._go_on(self._order.restart(attempt.choices), error, monotonic() + RESUME_SECONDS)
-
-    def refused(self, request_id: RequestId, error: RequestError) -> None:
-        """Nobody takes one of its requests in."""
-        loss = self._losses.pop(request_id, None)
-        if loss is None:
-            self.fail(error)
-            return
-        attempt = self._attempts.end(request_id)
-        if attempt is None:
-            return
-        self._link.forget(request_id)
-        if monotonic() > loss.deadline or self._is_closed:
-            self.fail(loss.error)
-            return
         choices = self._order.restart(attempt.choices)
-        retry = partial(self._go_on, choices, loss.error, loss.deadline)
-        asyncio.get_running_loop().call_later(RESUME_RETRY_SECONDS, retry)
-
-    def _go_on(self, choices: Sequence[int], error: RequestError, deadline: float) -> None:
-        choices = self._order.restart(choices)
-        if self._is_closed or not choices:
+        if not choices:
             return
         self._gap_since = self._ended_at = None
-        self._heard_at = monotonic()
-        for attempt in self._attempts.go_on(choices, self._order.emitted):
-            self._losses[attempt.request_id] = _Loss(error, deadline)
-            self._link.resume(self, attempt, error)
+        self._is_orphan &= bool(self._attempts.live)
+        for successor in self._attempts.go_on(attempt, choices, self._order.emitted):
+            self._losses[successor.request_id] = _Loss(error, monotonic() + RESUME_SECONDS)
+            self._link.adopt(self, successor, error)
+            self._ask(successor)
+
+    def refused(self, request_id: RequestId, error: RequestError) -> None:
+        """Nobody takes one of its requests in now.
+
+        It may have been placed before, on a worker that was not reached.
+        """
+        loss = self._losses.get(request_id)
+        if loss is None:
+            self.lost(request_id, error)
+            return
+        attempt = self._attempts.find(request_id)
+        if attempt is None:
+            return
+        if error.code not in RETRIED:
+            self.fail(error)
+            return
+        self._ask_later(attempt, loss)
+
+    def _ask(self, attempt: Attempt) -> None:
+        loss = self._losses.get(attempt.request_id)
+        if loss is None or self._is_closed or self._attempts.find(attempt.request_id) is None:
+            return
+        now = self._heard_at = monotonic()
+        if now > loss.deadline:
+            self.fail(loss.error)
+            return
+        # While the controller would refuse it, or is gone, it is not asked.
+        loss.is_asked = self._link.readiness()[0] and self._link.send(attempt)
+        if not loss.is_asked:
+            self._ask_later(attempt, loss)
+
+    def _ask_later(self, attempt: Attempt, loss: _Loss) -> None:
+        loss.is_asked = False
+        loop = asyncio.get_running_loop()
+        loop.call_later(RESUME_RETRY_SECONDS, partial(self._ask, attempt))
+
+    def orphan(self) -> None:
+        """The controller is gone; the new one does not know the request.
+
+        What its workers have goes on; what waited in the controller's queue was lost with it.
+        """
+        self._is_orphan = True
+        message = "the controller was started anew while the request waited in its queue"
+        error = RequestError(ErrorCode.NO_WORKER, message, retry_after_seconds=POLL_SECONDS)
+        for attempt in self._attempts.live:
+            loss = self._losses.get(attempt.request_id)
+            if loss is not None and loss.is_asked:
+                self._ask_later(attempt, loss)
+            elif loss is None and not self._taken_in.done():
+                loss = _Loss(error, monotonic() + ANSWER_SECONDS)
+                self._losses[attempt.request_id] = loss
+                self._ask_later(attempt, loss)
+            elif loss is None and attempt.request_id not in self._placed:
+                self.lost(attempt.request_id, error)
+
+    # ---- the stream ------------------------------------------------------------------------------
 
     async def events(self) -> AsyncIterator[PromptDone | TokenDelta]:
         """Yield what happens until every choice has finished; raises ``RequestError``."""
@@ -178,10 +242,6 @@ class ClusterSubmission:
             self._arrived.clear()
             await self._arrived.wait()
 
-    def orphan(self) -> None:
-        """The controller that placed the request is gone; the new one does not know it."""
-        self._is_orphan = True
-
     def ended(self, request_id: RequestId) -> None:
         """A request's worker has finished it; its last tokens are here or on their way."""
         self._finished.add(request_id)
@@ -189,23 +249,36 @@ class ClusterSubmission:
             self._ended_at = monotonic()
 
     def check_deadlines(self, now: float) -> None:
-        """Fail the request when its time is over, or when nobody would tell of its end."""
+        """Fail the request when its time is over; give up workers that nobody would tell of."""
         if self._deadline is not None and now > self._deadline:
             message = f"not finished within {self._link.request_timeout_seconds:g} s"
             self.fail(RequestError(ErrorCode.DEADLINE_EXCEEDED, message))
             return
+        if self._losses:
+            over = [loss.error for loss in self._losses.values() if now > loss.deadline]
+            if over:
+                self.fail(over[0])
+            return
+        error = self._trouble(now)
+        if error is None or self._order.is_finished:
+            return
+        for attempt in self._attempts.live:
+            self._link.cancel(attempt.request_id, None, error.message)
+            self.lost(attempt.request_id, error)
+
+    def _trouble(self, now: float) -> RequestError | None:
+        """Return why the request's workers are to be given up, if so."""
         if self._is_late(now):
             message = "tokens were lost on their way to the gateway"
-            self.fail(RequestError(ErrorCode.TRANSFER_FAILED, message))
-            return
+            return RequestError(ErrorCode.TRANSFER_FAILED, message)
         if self._is_orphan and now - self._heard_at > ORPHAN_SILENCE_SECONDS:
             message = "nothing was heard of the request since the controller was started anew"
-            self.fail(RequestError(ErrorCode.WORKER_DIED, message))
-            return
+            return RequestError(ErrorCode.WORKER_DIED, message)
         silent = self._link.controller_silence_seconds
         if silent > SILENCE_SECONDS and now - self._heard_at > SILENCE_SECONDS:
             message = "neither the controller nor the request's worker has been heard from"
-            self.fail(RequestError(ErrorCode.WORKER_DIED, message))
+            return RequestError(ErrorCode.WORKER_DIED, message)
+        return None
 
     def _is_late(self, now: float) -> bool:
         """Whether tokens are missing that must have been sent long ago."""
@@ -234,6 +307,8 @@ class ClusterSubmission:
             return
         self._is_closed = True
         for attempt in self._attempts.live:
-            if not self._order.is_finished:
+            loss = self._losses.get(attempt.request_id)
+            is_known = loss is None or loss.is_asked
+            if is_known and not self._order.is_finished:
                 self._link.cancel(attempt.request_id, None, "client left or request failed")
             self._link.forget(attempt.request_id)

@@ -17,7 +17,9 @@ from common.messages.control import (
     GatewayHeartbeat,
     GatewayHello,
     GatewayToController,
+    HelloRequested,
     RequestPlaced,
+    RequestQueued,
     RequestRefused,
     SubmitRequest,
 )
@@ -34,6 +36,14 @@ from tests.support.board import Board
 GATEWAY = GatewayId("g")
 MAX_RESUMES = 3
 PARAMS = SamplingParams(seed=1, max_tokens=16)
+READY = ClusterState(
+    is_ready=True,
+    reason="",
+    num_prefill=1,
+    num_decode=1,
+    num_combined=0,
+    max_request_tokens=4096,
+)
 
 
 class ScriptedCluster:
@@ -45,6 +55,10 @@ class ScriptedCluster:
         self.submitted: dict[RequestId, tuple[SubmitRequest, list[int]]] = {}
         self.refusing: list[str] = []
         """Requests that are refused instead of being placed."""
+        self.queueing = False
+        """Whether requests are queued instead of being placed."""
+        self.ignoring = 0
+        """So many requests are not answered at all."""
         control, tokens = f"ipc://{folder}/control", f"ipc://{folder}/tokens"
         self._board = Board()
         self._hub: RouterHub[ControllerToGateway, GatewayToController] = RouterHub(
@@ -86,33 +100,32 @@ class ScriptedCluster:
             match received.message:
                 case GatewayHello():
                     self.say(GatewayAccepted(heartbeat_seconds=0.05))
+                    self.say(READY)
                 case GatewayHeartbeat():
-                    state = ClusterState(
-                        is_ready=True,
-                        reason="",
-                        num_prefill=1,
-                        num_decode=1,
-                        num_combined=0,
-                        max_request_tokens=4096,
-                    )
-                    self.say(state)
+                    self.say(READY)
                 case SubmitRequest(request_id=request_id) as submit:
                     prompt = unpack_ids(received.payload, submit.num_prompt_tokens, 2**31 - 1)
                     self.submitted[request_id] = submit, prompt
-                    if request_id in self.refusing:
-                        no_worker = RequestRefused(
-                            request_id=request_id, code=ErrorCode.NO_WORKER, message="none"
-                        )
-                        self.say(no_worker)
-                        self._board.post()
-                        continue
-                    side = WorkerId("d0")
-                    placed = RequestPlaced(
-                        request_id=request_id, prefill_worker=side, decode_worker=side
-                    )
-                    self.say(placed)
+                    self._answer(request_id)
             self.got.append(received.message)
             self._board.post()
+
+    def _answer(self, request_id: RequestId) -> None:
+        if self.ignoring:
+            self.ignoring -= 1
+        elif request_id in self.refusing:
+            self.say(
+                RequestRefused(request_id=request_id, code=ErrorCode.NO_WORKER, message="none")
+            )
+        elif self.queueing:
+            self.say(RequestQueued(request_id=request_id))
+        else:
+            side = WorkerId("d0")
+            self.say(RequestPlaced(request_id=request_id, prefill_worker=side, decode_worker=side))
+
+    def begin_anew(self) -> None:
+        """Be a controller that was just started: the gateway is to say hello again."""
+        self.say(HelloRequested(epoch=self._gateway[1]))
 
     def say(self, message: ControllerToGateway) -> None:
         """Say something as the controller."""
@@ -136,16 +149,27 @@ class ScriptedCluster:
         )
         assert self._worker.try_send(TokensGenerated(deltas=(delta,)), "test")
 
-    async def submit(self, num_choices: int = 1) -> ClusterSubmission:
-        """Let the gateway submit the request "r"; it has been placed."""
+    async def submit(self, num_choices: int = 1, *, name: str = "r") -> ClusterSubmission:
+        """Let the gateway submit a request; it has been taken in."""
         params = replace(PARAMS, num_choices=num_choices)
-        return await self.backend.submit(RequestId("r"), [1, 2], params)
+        return await self.backend.submit(RequestId(name), [1, 2], params)
 
     async def resubmitted(self, request: str) -> tuple[SubmitRequest, list[int]]:
         """Wait until the gateway has submitted this request; return it with its prompt."""
         name = RequestId(request)
         await self._board.wait_for(f"{request} is submitted", lambda: name in self.submitted)
         return self.submitted[name]
+
+    def num_submits(self, request: str) -> int:
+        """Return how often the gateway has submitted this request."""
+        submits = (message for message in self.got if isinstance(message, SubmitRequest))
+        return sum(submit.request_id == request for submit in submits)
+
+    async def hears_submits(self, request: str, count: int) -> None:
+        """Wait until the gateway has submitted this request so often."""
+        await self._board.wait_for(
+            f"{request} is submitted {count} times", lambda: self.num_submits(request) >= count
+        )
 
     async def hears_cancel(self) -> None:
         """Wait until the gateway wants no more of the request "r"."""

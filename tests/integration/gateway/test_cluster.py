@@ -1,25 +1,38 @@
 """The gateway's cluster half over real sockets: what ends a stream whose end does not come."""
 
+import asyncio
 from dataclasses import replace
 from time import monotonic
 
 import pytest
 
 from common.errors import ErrorCode, RequestError
-from common.ids import RequestId
+from common.ids import RequestId, WorkerId
 from common.messages.control import (
     CancelRequest,
     RequestFailed,
     RequestFinished,
+    RequestPlaced,
     RequestRefused,
 )
 from common.sampling import FinishReason
 from services.gateway import submission as submission_module
 from services.gateway.backend import TokenDelta
-from services.gateway.submission import RESUME_SECONDS, SILENCE_SECONDS, ClusterSubmission
+from services.gateway.submission import (
+    ANSWER_SECONDS,
+    RESUME_RETRY_SECONDS,
+    SILENCE_SECONDS,
+    ClusterSubmission,
+)
 from tests.support.scripted_cluster import MAX_RESUMES, PARAMS, scripted_cluster
 
 FINISHED = RequestFinished(request_id=RequestId("r"), was_cancelled=False)
+NOBODY = RequestRefused(
+    request_id=RequestId("r"), code=ErrorCode.NO_WORKER, message="nobody is left"
+)
+PLACED = RequestPlaced(
+    request_id=RequestId("r"), prefill_worker=WorkerId("d0"), decode_worker=WorkerId("d0")
+)
 
 
 async def tokens_of(submission: ClusterSubmission) -> list[int]:
@@ -32,7 +45,7 @@ async def tokens_of(submission: ClusterSubmission) -> list[int]:
     ]
 
 
-async def test_a_stream_whose_last_tokens_are_lost_is_ended_by_name(tmp_path):
+async def test_a_stream_whose_last_tokens_are_lost_goes_on_elsewhere(tmp_path):
     async with scripted_cluster(tmp_path) as cluster:
         submission = await cluster.submit()
         cluster.emit(0, 7)
@@ -41,9 +54,25 @@ async def test_a_stream_whose_last_tokens_are_lost_is_ended_by_name(tmp_path):
         cluster.say(FINISHED)
         await cluster.settle()
         submission.check_deadlines(monotonic() + 0.9 * SILENCE_SECONDS)  # they may still come
+        assert list(cluster.submitted) == ["r", "marker"]
+        submission.check_deadlines(monotonic() + SILENCE_SECONDS)
+        await cluster.hears_cancel()
+        _, prompt = await cluster.resubmitted("r~1")
+        assert prompt == [1, 2, 7]
+        cluster.emit(1, 8, finish=FinishReason.STOP, request="r~1")
+        assert [token.token_id async for event in events for token in event.tokens] == [8]
+        await submission.aclose()
+
+
+async def test_a_stream_whose_last_tokens_are_lost_is_ended_by_name_without_resumes(tmp_path):
+    async with scripted_cluster(tmp_path) as cluster:
+        cluster.backend.max_resumes = 0
+        submission = await cluster.submit()
+        cluster.say(FINISHED)
+        await cluster.settle()
         submission.check_deadlines(monotonic() + SILENCE_SECONDS)
         with pytest.raises(RequestError, match="tokens were lost") as failed:
-            await anext(events)
+            await tokens_of(submission)
         assert failed.value.code is ErrorCode.TRANSFER_FAILED
         await submission.aclose()
         await cluster.hears_cancel()
@@ -62,16 +91,69 @@ async def test_last_tokens_that_are_behind_the_news_of_the_end_are_waited_for(tm
         await submission.aclose()
 
 
-async def test_a_request_that_was_placed_and_is_refused_after_all_ends_by_name(tmp_path):
+async def test_a_request_that_was_placed_and_is_refused_after_all_is_placed_again(tmp_path):
     async with scripted_cluster(tmp_path) as cluster:
         submission = await cluster.submit()
-        refused = RequestRefused(
-            request_id=RequestId("r"), code=ErrorCode.NO_WORKER, message="nobody is left"
-        )
-        cluster.say(refused)
+        cluster.say(NOBODY)
+        await cluster.resubmitted("r~1")
+        cluster.emit(0, 7, finish=FinishReason.STOP, request="r~1")
+        assert await tokens_of(submission) == [7]
+        await submission.aclose()
+
+
+async def test_a_request_that_was_placed_and_is_refused_after_all_ends_by_name_without_resumes(
+    tmp_path,
+):
+    async with scripted_cluster(tmp_path) as cluster:
+        cluster.backend.max_resumes = 0
+        submission = await cluster.submit()
+        cluster.say(NOBODY)
         with pytest.raises(RequestError, match="nobody is left") as failed:
             await tokens_of(submission)
         assert failed.value.code is ErrorCode.NO_WORKER
+        await submission.aclose()
+
+
+async def test_a_queued_request_counts_as_taken_in_and_waits_as_long_as_it_takes(tmp_path):
+    async with scripted_cluster(tmp_path) as cluster:
+        cluster.queueing = True
+        submission = await cluster.submit()
+        submission.check_deadlines(monotonic() + 20 * ANSWER_SECONDS)
+        cluster.say(PLACED)
+        cluster.emit(0, 7, finish=FinishReason.STOP)
+        assert await tokens_of(submission) == [7]
+        assert list(cluster.submitted) == ["r"]
+        await submission.aclose()
+
+
+async def test_a_queued_request_is_queued_again_by_the_next_controller(tmp_path):
+    async with scripted_cluster(tmp_path) as cluster:
+        cluster.queueing = True
+        queued = await cluster.submit()
+        cluster.queueing = False
+        placed = await cluster.submit(name="p")
+        cluster.begin_anew()
+        _, prompt = await cluster.resubmitted("r~1")
+        assert prompt == [1, 2]
+        cluster.emit(0, 7, finish=FinishReason.STOP, request="r~1")
+        cluster.emit(0, 8, finish=FinishReason.STOP, request="p")
+        assert await tokens_of(queued) == [7]
+        assert await tokens_of(placed) == [8]
+        assert list(cluster.submitted) == ["r", "p", "r~1"]
+        await queued.aclose()
+        await placed.aclose()
+
+
+async def test_a_request_whose_controller_died_before_it_answered_is_asked_for_again(tmp_path):
+    async with scripted_cluster(tmp_path) as cluster:
+        cluster.ignoring = 1
+        async with asyncio.TaskGroup() as group:
+            submitting = group.create_task(cluster.submit())
+            await cluster.resubmitted("r")
+            cluster.begin_anew()
+        submission = submitting.result()
+        cluster.emit(0, 7, finish=FinishReason.STOP)
+        assert await tokens_of(submission) == [7]
         await submission.aclose()
 
 
@@ -138,15 +220,49 @@ async def test_a_request_without_tokens_goes_on_whole(tmp_path):
 async def test_a_request_that_nobody_takes_again_ends_with_what_ended_it_first(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(submission_module, "RESUME_SECONDS", RESUME_SECONDS / 10)
+    monkeypatch.setattr(submission_module, "RESUME_SECONDS", 5 * RESUME_RETRY_SECONDS)
     async with scripted_cluster(tmp_path) as cluster:
-        cluster.refusing = [f"r~{number}" for number in range(1, 100)]
+        cluster.refusing = ["r~1"]
         submission = await cluster.submit()
         cluster.say(died("r"))
         with pytest.raises(RequestError, match="d0 is gone") as failed:
             await tokens_of(submission)
         assert failed.value.code is ErrorCode.WORKER_DIED
-        assert len(cluster.submitted) > 3
+        assert cluster.num_submits("r~1") > 2
+        await submission.aclose()
+
+
+async def test_a_client_that_leaves_while_nobody_serves_it_leaves_nothing(tmp_path):
+    async with scripted_cluster(tmp_path) as cluster:
+        cluster.refusing = ["r~1", "q~1"]
+        submission, other = await cluster.submit(), await cluster.submit(name="q")
+        cluster.say(died("r"))
+        await cluster.resubmitted("r~1")
+        await submission.aclose()
+        cluster.say(died("q"))
+        await cluster.hears_submits("q~1", 2)  # one more try of the first would have come before
+        assert cluster.num_submits("r~1") == 1
+        await other.aclose()
+
+
+async def test_choices_that_go_on_apart_are_each_resumed_as_often(tmp_path):
+    async with scripted_cluster(tmp_path) as cluster:
+        num_choices = MAX_RESUMES + 2
+        submission = await cluster.submit(num_choices)
+        for choice in range(num_choices):
+            cluster.emit(0, choice, choice=choice)
+        await cluster.settle()
+        cluster.say(died("r"))
+        for choice in range(num_choices):
+            name = f"r~{choice + 1}"
+            await cluster.resubmitted(name)
+            cluster.say(died(name))
+        for choice in range(num_choices):
+            name = f"r~{num_choices + choice + 1}"
+            submit, _ = await cluster.resubmitted(name)
+            assert submit.params.first_choice == choice
+            cluster.emit(1, 9, choice=choice, finish=FinishReason.STOP, request=name)
+        assert sorted(await tokens_of(submission)) == [*range(num_choices), *[9] * num_choices]
         await submission.aclose()
 
 
