@@ -36,6 +36,27 @@ class Batch:
         """Tokens of the whole step."""
         return len(self.positions)
 
+    def arrays(self) -> list[npt.NDArray[np.generic]]:
+        """Return what ``of_arrays`` makes the same batch of."""
+        return [
+            *(self.token_ids.numpy(), self.positions, self.slots, self.tables, self.chunks),
+            *(self.sampled_tokens.numpy(), np.array(self.sampled_rows, np.int64)),
+        ]
+
+    @classmethod
+    def of_arrays(cls, arrays: Sequence[npt.NDArray[np.generic]]) -> "Batch":
+        """Undo ``arrays``; they are not copied."""
+        token_ids, positions, slots, tables, chunks, sampled_tokens, sampled_rows = arrays
+        return cls(
+            token_ids=torch.from_numpy(token_ids),
+            positions=positions.astype(np.int32, copy=False),
+            slots=slots.astype(np.int64, copy=False),
+            tables=tables.astype(np.int32, copy=False),
+            chunks=chunks.astype(np.int32, copy=False),
+            sampled_tokens=torch.from_numpy(sampled_tokens),
+            sampled_rows=tuple(sampled_rows.tolist()),
+        )
+
 
 def flatten(rows: Sequence[StepRow], block_size: int, vocab_size: int) -> Batch:
     """Lay all rows' tokens end to end, short rows first.

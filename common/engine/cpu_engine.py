@@ -1,32 +1,87 @@
 """The engine of a CPU worker: one process, one model, one KV pool."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from common.engine.batch import flatten
+from common.engine.batch import Batch, flatten
+from common.engine.communicator import ALONE, Communicator
 from common.engine.decoder import Decoder
 from common.engine.dtype import TORCH_DTYPES
 from common.engine.failure import RowOutcome, RowsFailed
-from common.engine.head import LogitsHead
-from common.engine.interface import DeferredStep, LaunchedStep, StepRow
+from common.engine.interface import LaunchedStep, StepRow
 from common.engine.kernels import DecoderKernels
-from common.engine.linear import Linear
 from common.engine.random_weights import RandomWeights
 from common.engine.rope import rotary_tables
 from common.engine.sampler import sample
-from common.engine.weights import assemble_weights, load_weights
+from common.engine.weights import CPU_MAKERS, assemble_weights, load_weights
 from common.errors import ErrorCode, RequestError
 from common.kv.layout import KVLayout
 from common.models.config import ModelConfig
 from common.sampling import SampledToken
 
 
+@dataclass(frozen=True, slots=True)
+class CpuStep:
+    """A step that is checked and flattened, and computed when it is collected."""
+
+    number: int
+    rows: Sequence[StepRow]
+    batch: Batch
+
+    def arrays(self) -> list[npt.NDArray[np.generic]]:
+        """Return what the other ranks of a parallel engine compute with."""
+        return self.batch.arrays()
+
+
+class CpuRunner:
+    """One rank's decoder over its pool. The number of threads is torch's, and so the process's."""
+
+    def __init__(
+        self,
+        model_folder: Path,
+        layout: KVLayout,
+        pool: memoryview | torch.Tensor,
+        num_threads: int = 1,
+        *,
+        has_weights: bool = True,
+        communicator: Communicator = ALONE,
+    ) -> None:
+        """Load the rank's shard of the model (see ``CpuEngine``)."""
+        torch.set_num_threads(num_threads)
+        whole, shard = ModelConfig.load(model_folder), communicator.shard
+        self.config = config = shard.config(whole)
+        _check_layout(config, layout)
+        pool_bytes = _as_bytes(pool, layout)
+        dtype = TORCH_DTYPES[layout.dtype]
+        with torch.inference_mode():
+            if has_weights:
+                weights = load_weights(whole, dtype, shard)
+            else:
+                source = RandomWeights(whole, dtype, torch.device("cpu"), shard).tensor
+                weights = assemble_weights(whole, source, CPU_MAKERS, shard)
+            tables = rotary_tables(config.rope, config.head_dim, config.max_model_len)
+            kernels = DecoderKernels(layout, pool_bytes, config.num_heads, tables, num_threads)
+            self._decoder = Decoder(config, weights, kernels, communicator)
+
+    def set_batch(self, batch: Batch) -> None:
+        """Take the batch that is computed next; ValueError where an index is out of range."""
+        self._decoder.set_batch(batch)
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """Compute the batch that was set (see ``Decoder.forward``), without gradients."""
+        with torch.inference_mode():
+            return self._decoder.forward(batch)
+
+
 class CpuEngine:
     """Executes steps with our own decoder; implements ``common.engine.interface.Engine``.
 
-    K and V live in the pool alone. The number of threads is torch's, and so the process's.
+    K and V live in the pool alone. In a parallel engine this is rank 0's part.
     """
 
     max_in_flight = 1
@@ -39,60 +94,57 @@ class CpuEngine:
         num_threads: int = 1,
         *,
         has_weights: bool = True,
+        communicator: Communicator = ALONE,
     ) -> None:
         """Load the model; ``pool`` is writable memory of ``layout.block_bytes`` bytes a block.
 
         Where the folder has no weights (``has_weights`` false), random ones are drawn.
-        ModelError where the folder cannot be served, ValueError where pool and layout do not fit
-        it. The engine keeps ``pool`` exported as long as it lives.
+        ModelError where the folder cannot be served, ConfigError where it cannot be split between
+        the ranks, ValueError where pool and layout do not fit it. The engine keeps ``pool``
+        exported as long as it lives.
         """
-        torch.set_num_threads(num_threads)
-        self.config = ModelConfig.load(model_folder)
+        self._runner = CpuRunner(
+            *(model_folder, layout, pool, num_threads),
+            has_weights=has_weights,
+            communicator=communicator,
+        )
+        self.config = self._runner.config
         self.layout = layout
-        _check_layout(self.config, layout)
-        pool_bytes = _as_bytes(pool, layout)
-        dtype = TORCH_DTYPES[layout.dtype]
-        with torch.inference_mode():
-            if has_weights:
-                weights = load_weights(self.config, dtype)
-            else:
-                source = RandomWeights(self.config, dtype, torch.device("cpu")).tensor
-                weights = assemble_weights(self.config, source, Linear, LogitsHead)
-            tables = rotary_tables(
-                self.config.rope, self.config.head_dim, self.config.max_model_len
-            )
-            kernels = DecoderKernels(layout, pool_bytes, self.config.num_heads, tables, num_threads)
-            self._decoder = Decoder(self.config, weights, kernels)
         self._num_launched = 0
 
-    def launch(self, rows: Sequence[StepRow]) -> DeferredStep:
-        """Note a step down; it is computed when it is collected."""
-        step = DeferredStep(self._num_launched, rows)
+    def prepare(self, rows: Sequence[StepRow]) -> CpuStep:
+        """Check a step; ValueError names a malformed row."""
+        if not rows:
+            raise ValueError("a step has at least one row")
+        batch = flatten(rows, self.layout.block_size, self.config.vocab_size)
+        self._runner.set_batch(batch)
+        return CpuStep(self._num_launched, rows, batch)
+
+    def start(self, prepared: CpuStep) -> CpuStep:
+        """Count the step that was prepared last."""
         self._num_launched += 1
-        return step
+        return prepared
+
+    def launch(self, rows: Sequence[StepRow]) -> CpuStep:
+        """Check a step and note it down; it is computed when it is collected."""
+        return self.start(self.prepare(rows))
 
     def collect(self, step: LaunchedStep) -> list[tuple[SampledToken, ...]]:
-        """Compute a launched step (see ``execute``)."""
-        if not isinstance(step, DeferredStep):
-            raise TypeError(f"step {step.number} was launched by another engine")
-        return self.execute(step.rows)
-
-    def execute(self, rows: Sequence[StepRow]) -> list[tuple[SampledToken, ...]]:
-        """Compute all rows in one pass and write their K and V into the pool.
+        """Compute the launched step: all rows in one pass, with their K and V.
 
         Returns each row's tokens. RowsFailed carries every row's outcome when the logits of a row
-        are not numbers; ValueError names a row that is malformed, before anything is computed.
+        are not numbers.
         """
-        if not rows:
-            return []
-        batch = flatten(rows, self.layout.block_size, self.config.vocab_size)
+        if not isinstance(step, CpuStep):
+            raise TypeError(f"step {step.number} was launched by another engine")
+        rows, batch = step.rows, step.batch
+        logits = self._runner.forward(batch)
+        specs = [
+            (at, spec)
+            for at, index in enumerate(batch.sampled_rows)
+            for spec in rows[index].samples
+        ]
         with torch.inference_mode():
-            logits = self._decoder.forward(batch)
-            specs = [
-                (at, spec)
-                for at, index in enumerate(batch.sampled_rows)
-                for spec in rows[index].samples
-            ]
             drawn = iter(sample(logits, specs))
         outcomes: list[RowOutcome] = [()] * len(rows)
         for index in batch.sampled_rows:
@@ -102,6 +154,10 @@ class CpuEngine:
         if len(succeeded) < len(outcomes):
             raise RowsFailed(outcomes)
         return succeeded
+
+    def execute(self, rows: Sequence[StepRow]) -> list[tuple[SampledToken, ...]]:
+        """Launch a step and collect it."""
+        return self.collect(self.launch(rows)) if rows else []
 
 
 def _outcome(tokens: Sequence[SampledToken | None]) -> RowOutcome:

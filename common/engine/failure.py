@@ -19,3 +19,10 @@ class RowsFailed(FlowPathError):  # noqa: N818 - a fact, like the tree of common
         failed = [i for i, outcome in enumerate(outcomes) if isinstance(outcome, RequestError)]
         super().__init__(f"{len(failed)} of {len(outcomes)} rows failed: {failed}")
         self.outcomes = tuple(outcomes)
+
+
+class EngineBroken(FlowPathError, RuntimeError):  # noqa: N818 - a fact, like ``RowsFailed``
+    """The engine has lost a part of itself: this step and all later ones fail, for this reason.
+
+    What a step in flight wrote into the pools is unknown, so nothing that they hold may be used on.
+    """

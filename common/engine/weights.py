@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 
 from common.engine.head import LogitsHead
 from common.engine.linear import Linear
+from common.engine.shard import WHOLE, Shard
 from common.errors import ModelError
 from common.models.checkpoint import checkpoint_files, read_header
 from common.models.config import ModelConfig
@@ -23,11 +24,19 @@ HeadT = TypeVar("HeadT")
 TensorSource = Callable[[str], torch.Tensor]
 """Gives the tensor of a name of ``expected_tensors``, in the running type and on its device."""
 
-MakeProduct = Callable[[torch.Tensor, torch.Tensor | None], ProductT]
-"""Makes a matrix product of its weight, (out, in), and bias."""
 
-MakeHead = Callable[[torch.Tensor], HeadT]
-"""Makes the last product of the vocabulary's weights, (vocabulary, hidden)."""
+@dataclass(frozen=True, slots=True)
+class Makers(Generic[ProductT, HeadT]):
+    """What makes a matrix product of its weight, (out, in), and bias, and the last one.
+
+    The last is that of the vocabulary's weights, (vocabulary, hidden).
+    """
+
+    product: Callable[[torch.Tensor, torch.Tensor | None], ProductT]
+    head: Callable[[torch.Tensor], HeadT]
+
+
+CPU_MAKERS = Makers(Linear, LogitsHead)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +55,12 @@ class LayerWeights(Generic[ProductT]):
 
 @dataclass(frozen=True, slots=True)
 class DecoderWeights(Generic[ProductT, HeadT]):
-    """All weights of a decoder, in the running type."""
+    """All weights of a decoder's shard, in the running type; only the root has a head."""
 
     embedding: torch.Tensor
     layers: tuple[LayerWeights[ProductT], ...]
     final_norm: torch.Tensor
-    head: HeadT
+    head: HeadT | None
 
 
 def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -84,6 +93,16 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
             if has_bias:
                 shapes[f"{prefix}{name}.bias"] = (rows,)
     return shapes
+
+
+def shard_parts(config: ModelConfig, shard: Shard) -> dict[str, tuple[slice, ...]]:
+    """Return what a shard has of each tensor that it does not have whole, by name."""
+    own = expected_tensors(shard.config(config))
+    return {
+        name: shard.slices(shape, own[name])
+        for name, shape in expected_tensors(config).items()
+        if own[name] != shape
+    }
 
 
 def read_kv_scales(config: ModelConfig) -> tuple[float, ...]:
@@ -129,27 +148,31 @@ def kv_scale_names(config: ModelConfig) -> list[str]:
     ]
 
 
-def load_weights(config: ModelConfig, dtype: torch.dtype) -> DecoderWeights[Linear, LogitsHead]:
-    """Return the folder's weights for the CPU (see ``read_weights``)."""
-    return read_weights(config, dtype, torch.device("cpu"), Linear, LogitsHead)
+def load_weights(
+    config: ModelConfig, dtype: torch.dtype, shard: Shard = WHOLE
+) -> DecoderWeights[Linear, LogitsHead]:
+    """Return a shard of the folder's weights for the CPU (see ``read_weights``)."""
+    return read_weights(config, dtype, torch.device("cpu"), CPU_MAKERS, shard)
 
 
 def read_weights(
     config: ModelConfig,
     dtype: torch.dtype,
     device: torch.device,
-    make_product: MakeProduct[ProductT],
-    make_head: MakeHead[HeadT],
+    makers: Makers[ProductT, HeadT],
+    shard: Shard = WHOLE,
 ) -> DecoderWeights[ProductT, HeadT]:
-    """Stream the folder's weights to a device: one fused product at a time is there unpacked.
+    """Stream a shard of the folder's weights to a device, one fused product at a time.
+
+    ``config`` is the whole model's; of the files only the shard's bytes are read.
 
     ModelError names files that are missing or damaged, and tensors that are missing, unknown, of
     another shape, or not of floating point.
     """
     try:
         with ExitStack() as stack:
-            source = _Files(config, dtype, device, stack).tensor
-            return assemble_weights(config, source, make_product, make_head)
+            source = _Files(config, dtype, device, stack, shard).tensor
+            return assemble_weights(config, source, makers, shard)
     except (OSError, SafetensorError) as error:
         raise ModelError(f"{config.folder}: reading the weights failed: {error}") from error
 
@@ -157,10 +180,10 @@ def read_weights(
 def assemble_weights(
     config: ModelConfig,
     source: TensorSource,
-    make_product: MakeProduct[ProductT],
-    make_head: MakeHead[HeadT],
+    makers: Makers[ProductT, HeadT],
+    shard: Shard = WHOLE,
 ) -> DecoderWeights[ProductT, HeadT]:
-    """Ask ``source`` for every tensor of the model, once, and arrange them."""
+    """Ask ``source`` for every tensor of the shard, once, and arrange them."""
     known = expected_tensors(config)
 
     def fused(names: Iterable[str]) -> ProductT:
@@ -170,7 +193,13 @@ def assemble_weights(
             if f"{name}.bias" in known:
                 biases.append(source(f"{name}.bias"))
         weight = weights[0] if len(weights) == 1 else torch.cat(weights)
-        return make_product(weight, torch.cat(biases) if biases else None)
+        return makers.product(weight, torch.cat(biases) if biases else None)
+
+    def summed(name: str) -> ProductT:
+        # The ranks' products are added up, and the bias is to be in the sum once.
+        bias = f"{name}.bias"
+        has_bias = bias in known and shard.is_root
+        return makers.product(source(f"{name}.weight"), source(bias) if has_bias else None)
 
     def layer(index: int) -> LayerWeights[ProductT]:
         prefix = f"model.layers.{index}."
@@ -181,26 +210,36 @@ def assemble_weights(
             qkv=fused(f"{attention}{part}_proj" for part in "qkv"),
             q_norm=source(f"{attention}q_norm.weight") if has_norm else None,
             k_norm=source(f"{attention}k_norm.weight") if has_norm else None,
-            output=fused([f"{attention}o_proj"]),
+            output=summed(f"{attention}o_proj"),
             post_attention_norm=source(f"{prefix}post_attention_layernorm.weight"),
             gate_up=fused(f"{mlp}{part}_proj" for part in ("gate", "up")),
-            down=fused([f"{mlp}down_proj"]),
+            down=summed(f"{mlp}down_proj"),
         )
 
     embedding = source("model.embed_tokens.weight")
     layers = tuple(layer(index) for index in range(config.num_layers))
-    head = embedding if config.has_tied_embeddings else source("lm_head.weight")
-    return DecoderWeights(embedding, layers, source("model.norm.weight"), make_head(head))
+    final_norm = source("model.norm.weight")
+    head: HeadT | None = None
+    if shard.is_root:
+        weight = embedding if config.has_tied_embeddings else source("lm_head.weight")
+        head = makers.head(weight)
+    return DecoderWeights(embedding, layers, final_norm, head)
 
 
 class _Files:
     """Reads tensors by name from however many files there are (memory-mapped)."""
 
     def __init__(
-        self, config: ModelConfig, dtype: torch.dtype, device: torch.device, stack: ExitStack
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        stack: ExitStack,
+        shard: Shard,
     ) -> None:
         self._config = config
         self._dtype = dtype
+        self._parts = shard_parts(config, shard)
         self._files: dict[str, safe_open] = {}
         found: dict[str, tuple[int, ...]] = {}
         for path in checkpoint_files(config.folder):
@@ -212,13 +251,19 @@ class _Files:
         _compare(config, found)
 
     def tensor(self, name: str) -> torch.Tensor:
-        # safetensors' own stub leaves this method without types.
-        tensor: torch.Tensor = self._files[name].get_tensor(name)  # type: ignore[no-untyped-call]
+        file, part = self._files[name], self._parts.get(name)
+        # A slice is a view of the mapped file, of which nothing else is read. safetensors' own stub
+        # leaves these methods without types.
+        tensor: torch.Tensor = (
+            file.get_tensor(name)  # type: ignore[no-untyped-call]
+            if part is None
+            else file.get_slice(name)[part]  # type: ignore[no-untyped-call]
+        )
         if not tensor.is_floating_point():
             raise ModelError(
                 f"{self._config.folder}: {name} holds {tensor.dtype}, not floating-point numbers"
             )
-        return tensor.to(self._dtype)
+        return tensor.to(self._dtype).contiguous()
 
 
 def _compare(config: ModelConfig, found: Mapping[str, tuple[int, ...]]) -> None:

@@ -56,7 +56,9 @@ class CudaDecoder:
             attended = kernels.attend_tail(last, heads)
         delta = layer.output(attended)
         hidden = self._finish_layer(layer, delta, x, self._weights.final_norm)
-        return self._weights.head(hidden, out)
+        head = self._weights.head
+        assert head is not None
+        return head(hidden, out)
 
     def _finish_layer(
         self,
