@@ -47,9 +47,17 @@ MAX_BLOCKS = 2**53
     _DECODE_WEIGHT,
     _BLOCK_BYTES,
     _LOCAL_TIER,
+    _ROLE_TIER,
     _NUM_COLUMNS,
-) = range(14)
-_TIERS = [_PREFILL_TIER, _PREFILL_SCORE_TIER, _DECODE_TIER, _DECODE_SCORE_TIER, _LOCAL_TIER]
+) = range(15)
+_TIERS = [
+    _PREFILL_TIER,
+    _PREFILL_SCORE_TIER,
+    _DECODE_TIER,
+    _DECODE_SCORE_TIER,
+    _LOCAL_TIER,
+    _ROLE_TIER,
+]
 
 
 class ClusterView:
@@ -124,6 +132,7 @@ class ClusterView:
             decode_weight(view, score, self.objectives),
             view.block_bytes,
             0.0 if view.role is Role.DECODE and view.can_take_prompt else INFINITE,
+            0.0 if view.can_prefill else INFINITE,
         )
         self._least_total = min(self._least_total, view.total_blocks)
 
@@ -140,12 +149,11 @@ class ClusterView:
 
     def can_serve(self, request: RequestView) -> bool:
         """Whether roles, pools and pairs allow the request at all, once there is time for it."""
-        holds = self._columns[_TOTAL] >= request.num_blocks
-        prefills = holds & np.array(
-            [v is not None and v.can_prefill for v in self._views], dtype=bool
-        )
-        decodes = holds & np.isfinite(self._columns[_DECODE_TIER])
-        return bool(np.isfinite(self._pair_tier[np.ix_(prefills, decodes)]).any())
+        columns = self._columns
+        holds = columns[_TOTAL] >= request.num_blocks
+        prefills = np.flatnonzero(holds & (columns[_ROLE_TIER] < INFINITE))
+        decodes = holds & (columns[_DECODE_TIER] < INFINITE)
+        return bool((self._pair_tier[prefills][:, decodes] < INFINITE).any())
 
     def at(self, slot: int) -> WorkerView:
         """Return the worker of a slot that a policy chose."""

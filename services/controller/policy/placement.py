@@ -1,25 +1,9 @@
-"""Where a request is prefilled and decoded: the least loaded worker that can hold it.
+"""What a request needs, and where its decode goes when the first choice refused it."""
 
-A prefill side is chosen by the fewest prompt tokens that wait to be computed, a decode side by the
-smallest share of its pool in use, among those with room where there are any: a decode side that
-is full now may have room when the prefill ends, and says so itself when it has not. Both must be
-able to pair; a pair that is known to work goes before one that is not known yet.
-"""
-
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from common.messages.fields import Role
-from services.controller.policy.views import Incarnation, Pairing, Placement, WorkerView
-
-__all__ = [
-    "Incarnation",
-    "Pairing",
-    "Placement",
-    "WorkerView",
-    "choose_decode",
-    "choose_sides",
-    "num_blocks_needed",
-]
+from services.controller.policy.views import Pairing, WorkerView
 
 
 def num_blocks_needed(
@@ -33,24 +17,6 @@ def num_blocks_needed(
     if num_left == 1:
         return -(-num_prompt_tokens // block_size)
     return num_prompt_tokens // block_size + num_choices
-
-
-def choose_sides(workers: Sequence[WorkerView], num_blocks: int) -> Placement | None:
-    """Return the best pair, or None when no worker's role, pool or pairing fits."""
-    able = [w for w in workers if w.can_hold(num_blocks)]
-    prefills = sorted(
-        (w for w in able if w.can_prefill),
-        key=lambda w: (w.uncomputed_tokens, w.used_share, w.worker_id),
-    )
-    decodes = _by_room(able, num_blocks)
-    for worst in (Pairing.WORKS, Pairing.UNKNOWN):
-        for prefill in prefills:
-            if prefill.role is Role.COMBINED:
-                return Placement(prefill, prefill)
-            for decode in decodes:
-                if prefill.pairing_with(decode) <= worst:
-                    return Placement(prefill, decode)
-    return None
 
 
 def choose_decode(

@@ -26,7 +26,7 @@ START_SECONDS = 120.0
 class Fleet:
     """What the scalers have: ``budget`` workers at most, ``num_running`` now.
 
-    Those in ``added`` were asked for by the controller and may be let go.
+    Those in ``added``, which run too, were asked for by the controller and may be let go.
     """
 
     budget: int
@@ -99,14 +99,15 @@ class ScalingPlanner:
             self._low_since = now
 
     def _is_under_way(self, workers: Sequence[WorkerView], fleet: Fleet, now: float) -> bool:
-        """Whether a worker is still to come, to measure itself, or to go."""
+        """Whether a worker is still to come, to tell its load, or to go."""
         if self._expected is not None:
             number, since = self._expected
             if fleet.num_running < number and now - since < START_SECONDS:
                 return True
             self._expected = None
         added = [worker for worker in workers if worker.worker_id in fleet.added]
-        return any(worker.is_draining or not worker.has_heartbeat for worker in added)
+        is_missing = len(added) < len(fleet.added) and self._is_cooling(START_SECONDS, now)
+        return is_missing or any(w.is_draining or not w.has_heartbeat for w in added)
 
     def _is_cooling(self, seconds: float, now: float) -> bool:
         return self._changed_at is not None and now - self._changed_at < seconds

@@ -91,6 +91,32 @@ def test_every_policy_prefers_what_works_and_has_room(
     assert sides(choose(name, workers, request(1024))) == expected
 
 
+@pytest.mark.parametrize(
+    ("workers", "expected"),
+    [
+        ([worker("p0", P, 10), worker("p1", P, 5), worker("d", D)], ("p1", "d")),
+        ([worker("p0", P), worker("p1", P), worker("d", D)], ("p0", "d")),
+        ([worker("p0", P, used=9), worker("p1", P), worker("d", D)], ("p1", "d")),
+        ([worker("p", P), worker("d0", D, used=50), worker("d1", D, used=40)], ("p", "d1")),
+        # a share, not a count: 300 of 1 000 is emptier than 200 of 500
+        (
+            [worker("p", P), worker("d0", D, used=200, total=500), worker("d1", D, used=300)],
+            ("p", "d1"),
+        ),
+        ([worker("c0", C, 7), worker("c1", C, 3)], ("c1", "c1")),
+        ([worker("p", P, 9), worker("d", D), worker("c", C, 1)], ("c", "c")),
+        (
+            [worker("p0", P, pairings={"d": BROKEN}), worker("p1", P, 99), worker("d", D)],
+            ("p1", "d"),
+        ),
+    ],
+)
+def test_the_least_loaded_are_those_with_fewest_waiting_tokens_and_most_room(
+    workers: list[WorkerView], expected: tuple[str, str]
+) -> None:
+    assert sides(choose("least_loaded", workers, request(1024))) == expected
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_placement_says_what_it_was_made_from(name: str) -> None:
     placement = choose(name, [worker("p", P, 7), worker("d", D, used=250)], request())

@@ -44,7 +44,8 @@ class Host:
         for start in [start for start in self.starting if start[0] <= self.now]:
             self.starting.remove(start)
             self.join(start[1])
-        fleet = Fleet(self.budget, len(self.workers), frozenset(self.added))
+        added = frozenset(key[0] for key in self.workers if key[0] in self.added)
+        fleet = Fleet(self.budget, len(self.workers), added)
         views = list(self.workers.values())
         action = self.planner.plan(scenario, pressure, views, fleet, self.now)
         match action:
@@ -97,6 +98,15 @@ def test_a_worker_that_does_not_come_is_given_up() -> None:
     host = Host(worker("p", P), worker("d", D), budget=3, start_seconds=1e9)
     assert len(host.run(START_SECONDS - 1, Scenario.EXTREME, BUSY)) == 1
     assert len(host.run(3, Scenario.EXTREME, BUSY)) == 1
+
+
+def test_a_worker_that_was_started_and_is_no_member_yet_is_waited_for() -> None:
+    planner, views = ScalingPlanner(), [worker("p", P), worker("d", D)]
+    fleet = Fleet(9, 2, frozenset())
+    assert planner.plan(Scenario.EXTREME, BUSY, views, fleet, 0.0) is not None
+    fleet = Fleet(9, 3, frozenset({WorkerId("added-0")}))
+    assert planner.plan(Scenario.EXTREME, BUSY, views, fleet, START_SECONDS - 1) is None
+    assert planner.plan(Scenario.EXTREME, BUSY, views, fleet, START_SECONDS) is not None
 
 
 def test_without_a_budget_nothing_grows() -> None:
