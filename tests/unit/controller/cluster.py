@@ -1,10 +1,17 @@
 """A controller core with builders for what others say to it."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from common.errors import ErrorCode
 from common.ids import Epoch, GatewayId, RequestId, WorkerId
+from common.messages.admin import (
+    ControllerToCli,
+    OrderDrain,
+    OrderRole,
+    OrderRoles,
+    ScalerHello,
+)
 from common.messages.codec import Envelope, Received
 from common.messages.control import (
     CancelRequest,
@@ -13,8 +20,11 @@ from common.messages.control import (
     GatewayHeartbeat,
     GatewayHello,
     Heartbeat,
+    KVIndexEvents,
+    MigrationFailed,
     RequestFailed,
     RequestFinished,
+    RoleSwitched,
     SubmitRequest,
     WorkerHello,
 )
@@ -30,11 +40,13 @@ from common.messages.fields import (
 from common.sampling import SamplingParams
 from services.controller.core import ControllerCore
 from services.controller.effects import (
+    Answer,
     CoreEvent,
     Effect,
     FromPeer,
     MessageReceived,
     Note,
+    OrderReceived,
     PeerKey,
     Send,
     SendFailed,
@@ -121,20 +133,27 @@ def kv(total: int = 100, referenced: int = 0, in_transfer: int = 0, cached: int 
     )
 
 
-NO_RATES = WorkerRates(
-    prefill_tokens_per_second=0.0, decode_step_seconds=0.0, decode_tokens_per_second=0.0
-)
+def rates(prefill: float = 0.0, step_seconds: float = 0.0, decode: float = 0.0) -> WorkerRates:
+    return WorkerRates(
+        prefill_tokens_per_second=prefill,
+        decode_step_seconds=step_seconds,
+        decode_tokens_per_second=decode,
+    )
+
+
+NO_RATES = rates()
 
 
 def heartbeat(
     counts: KVCounts | None = None,
     *,
     uncomputed_tokens: int = 0,
+    num_decoding: int = 0,
     num_steps: int = 0,
     is_draining: bool = False,
     is_quarantined: bool = False,
     pairs: tuple[PairStatus, ...] = (),
-    rates: WorkerRates | None = None,
+    measured: WorkerRates | None = None,
     index_sequence: int = 0,
 ) -> Heartbeat:
     load = WorkerLoad(
@@ -142,7 +161,7 @@ def heartbeat(
         num_prefilling=0,
         num_sending=0,
         num_receiving=0,
-        num_decoding=0,
+        num_decoding=num_decoding,
         uncomputed_tokens=uncomputed_tokens,
         num_steps=num_steps,
     )
@@ -153,7 +172,7 @@ def heartbeat(
         is_quarantined=is_quarantined,
         pairs=pairs,
         mode=Mode.BALANCED,
-        rates=rates or NO_RATES,
+        rates=measured or NO_RATES,
         index_sequence=index_sequence,
     )
 
@@ -195,9 +214,16 @@ class Cluster:
         return told
 
     def say(
-        self, sender: str, message: FromPeer, *, epoch: int = 1, payload: tuple[bytes, ...] = ()
+        self,
+        sender: str,
+        message: FromPeer,
+        *,
+        epoch: int = 1,
+        payload: tuple[bytes, ...] = (),
+        role_generation: int = 0,
     ) -> list[Effect]:
-        envelope = Envelope(sender, Epoch(epoch), 0, next(self._sequence), "test")
+        sequence = next(self._sequence)
+        envelope = Envelope(sender, Epoch(epoch), role_generation, sequence, "test")
         return self.handle(MessageReceived(Received(envelope, message, payload)))
 
     def join(self, name: str, role: Role, epoch: int = 1, **options: object) -> list[Effect]:
@@ -208,10 +234,15 @@ class Cluster:
         return self.say(name, gateway_hello(name, epoch), epoch=epoch)
 
     def submit(
-        self, request_id: str, num_prompt_tokens: int = 64, num_choices: int = 1, gateway: str = "g"
+        self,
+        request_id: str,
+        num_prompt_tokens: int = 64,
+        num_choices: int = 1,
+        gateway: str = "g",
+        prompt: bytes | None = None,
     ) -> list[Effect]:
         message = submit(request_id, num_prompt_tokens, num_choices)
-        return self.say(gateway, message, payload=(bytes(4 * num_prompt_tokens),))
+        return self.say(gateway, message, payload=(prompt or bytes(4 * num_prompt_tokens),))
 
     def beat(self, name: str, beat: Heartbeat | None = None, epoch: int = 1) -> list[Effect]:
         return self.say(name, beat or heartbeat(), epoch=epoch)
@@ -255,6 +286,30 @@ class Cluster:
         message = CancelRequest(request_id=RequestId(request_id), choice=choice, reason="left")
         return self.say(gateway, message)
 
+    def order(self, order: OrderRole | OrderRoles | OrderDrain | ScalerHello) -> list[Effect]:
+        sender = "scaler" if isinstance(order, ScalerHello) else "cli"
+        return self.handle(OrderReceived((sender, Epoch(1)), order, f"{type(order).__name__} cli"))
+
+    def switched(self, worker: str, role: Role, generation: int, epoch: int = 1) -> list[Effect]:
+        message = RoleSwitched(role=role, role_generation=generation)
+        return self.say(worker, message, epoch=epoch)
+
+    def migration_failed(self, worker: str, request_id: str, epoch: int = 1) -> list[Effect]:
+        message = MigrationFailed(request_id=RequestId(request_id), message="no room")
+        return self.say(worker, message, epoch=epoch)
+
+    def index(
+        self,
+        worker: str,
+        sequence: int,
+        added: Iterable[bytes] = (),
+        removed: Iterable[bytes] = (),
+        *,
+        is_snapshot: bool = False,
+    ) -> list[Effect]:
+        message = KVIndexEvents(sequence=sequence, is_snapshot=is_snapshot)
+        return self.say(worker, message, payload=(b"".join(added), b"".join(removed)))
+
     def tick(self, *gone_pids: int, after: float = 0.0) -> list[Effect]:
         self.now += after
         return self.handle(Tick(frozenset(gone_pids)))
@@ -278,6 +333,10 @@ def only(effects: list[Effect], kind: type[ToPeer]) -> list[tuple[PeerKey, ToPee
         for effect in effects
         if isinstance(effect, Send) and isinstance(effect.message, kind)
     ]
+
+
+def answers(effects: list[Effect]) -> list[ControllerToCli]:
+    return [effect.message for effect in effects if isinstance(effect, Answer)]
 
 
 def notes(effects: list[Effect]) -> list[str]:

@@ -10,10 +10,10 @@ from common.messages.control import (
     RequestQueued,
     RequestRefused,
 )
-from common.messages.fields import Role, WorkerRates
+from common.messages.fields import Role
 from services.controller.effects import Effect
 from services.controller.limits import ControllerLimits
-from tests.unit.controller.cluster import Cluster, heartbeat, notes, only, sent_names
+from tests.unit.controller.cluster import Cluster, heartbeat, notes, only, rates, sent_names
 
 BUDGET = 512
 AHEAD = 2 * BUDGET
@@ -64,12 +64,7 @@ def test_an_idle_worker_gets_a_prompt_however_long_and_the_gateway_is_told_it_is
 
 def test_a_fast_worker_gets_half_a_second_of_its_measured_rate_ahead() -> None:
     cluster = small_cluster()
-    rates = WorkerRates(
-        prefill_tokens_per_second=10_000.0,
-        decode_step_seconds=0.0,
-        decode_tokens_per_second=0.0,
-    )
-    cluster.beat("p0", heartbeat(uncomputed_tokens=4_999, rates=rates))
+    cluster.beat("p0", heartbeat(uncomputed_tokens=4_999, measured=rates(prefill=10_000)))
     assert placed(cluster.submit("r0")) == [("p0", "r0")]
     assert placed(cluster.submit("r1")) == []
 

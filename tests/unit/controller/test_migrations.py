@@ -1,0 +1,179 @@
+"""Running decodes that move: from workers that drain and from full pools."""
+
+from common.errors import ErrorCode
+from common.ids import WorkerId
+from common.messages.admin import OrderDrain
+from common.messages.control import Cancel, MigrateDecode, RequestFailed, RequestFinished
+from services.controller.effects import Effect
+from services.controller.lifecycle import MOVE_REPORT_SECONDS
+from services.controller.migrations import FAILED_AGAIN_SECONDS
+from tests.unit.controller.cluster import (
+    Cluster,
+    heartbeat,
+    kv,
+    notes,
+    only,
+    pair_cluster,
+    rates,
+    sent_names,
+)
+
+ROUND = 0.2
+
+
+def decoding_cluster(num_decode: int = 2, num_choices: int = 1) -> Cluster:
+    """A cluster whose d0 decodes "r" and whose workers have all told their load."""
+    cluster = pair_cluster(num_decode=num_decode)
+    cluster.submit("r", num_choices=num_choices)
+    cluster.started("d0", "r")
+    all_beat(cluster)
+    return cluster
+
+
+def all_beat(cluster: Cluster, used_by_d0: int = 0) -> None:
+    names = [worker.peer.worker_id for worker in cluster.core.members.workers.values()]
+    for name in names:
+        used = used_by_d0 if name == "d0" else 0
+        cluster.beat(name, heartbeat(kv(referenced=used)))
+    cluster.gateway_beat()
+
+
+def drain(cluster: Cluster, name: str) -> list[Effect]:
+    return cluster.order(OrderDrain(worker_id=WorkerId(name), is_draining=True))
+
+
+def moves(effects: list[Effect]) -> list[tuple[str, str, str]]:
+    return [
+        (key[0], message.request_id, message.decode.worker_id)
+        for key, message in only(effects, MigrateDecode)
+        if isinstance(message, MigrateDecode)
+    ]
+
+
+def moving_cluster() -> Cluster:
+    """A cluster that moves "r" from d0, which drains, to d1."""
+    cluster = decoding_cluster()
+    drain(cluster, "d0")
+    assert moves(cluster.tick(after=ROUND)) == [("d0", "r", "d1")]
+    return cluster
+
+
+def test_the_decodes_of_a_draining_worker_move_to_another_one() -> None:
+    cluster = decoding_cluster()
+    drain(cluster, "d0")
+    effects = cluster.tick(after=ROUND)
+    assert moves(effects) == [("d0", "r", "d1")]
+    assert notes(effects) == ["request_moved", "migration_started"]
+    assert cluster.phase("r") == "migrating"
+    assert sent_names(cluster.started("d1", "r")) == []
+    assert cluster.phase("r") == "decoding"
+    assert cluster.core.book.requests["r"].decode == ("d1", 1)  # type: ignore[index]  # an id
+    assert len(only(cluster.finished("d1", "r"), RequestFinished)) == 1
+    assert cluster.phase("r") == "unknown"
+
+
+def test_a_full_pool_gives_its_largest_decode_away() -> None:
+    cluster = pair_cluster(num_decode=1)
+    for name, num_tokens in (("small", 64), ("large", 40 * 64)):
+        cluster.submit(name, num_tokens)
+        cluster.started("d0", name)
+    cluster.join("d1", "decode", pid=201)  # type: ignore[arg-type]  # its value
+    all_beat(cluster, used_by_d0=89)
+    assert moves(cluster.tick(after=ROUND)) == []
+    all_beat(cluster, used_by_d0=92)
+    assert moves(cluster.tick(after=ROUND)) == [("d0", "large", "d1")]
+
+
+def test_nothing_moves_where_nobody_else_decodes() -> None:
+    cluster = decoding_cluster(num_decode=1)
+    cluster.beat("d0", heartbeat(is_draining=True))
+    assert moves(cluster.tick(after=ROUND)) == []
+
+
+def test_a_request_with_several_choices_stays() -> None:
+    cluster = decoding_cluster(num_choices=2)
+    drain(cluster, "d0")
+    assert moves(cluster.tick(after=ROUND)) == []
+
+
+def test_a_decode_s_blocks_are_estimated_from_its_pace() -> None:
+    cluster = pair_cluster(num_decode=2)
+    cluster.submit("r", 60)
+    cluster.started("d0", "r")
+    cluster.beat("d0", heartbeat(kv(), measured=rates(step_seconds=0.1)))
+    cluster.beat("d1")
+    drain(cluster, "d0")
+    cluster.tick(after=ROUND)
+    target = cluster.core.members.worker_named("d1")
+    assert target is not None
+    assert target.replaced_blocks == 1, "two or three tokens still fit into the prompt's block"
+
+
+def test_a_failed_move_leaves_the_decode_where_it_is_and_is_tried_again_later() -> None:
+    cluster = moving_cluster()
+    effects = cluster.migration_failed("d0", "r")
+    assert notes(effects) == ["migration_failed", "request_moved"]
+    assert cluster.phase("r") == "decoding"
+    assert moves(cluster.tick(after=ROUND)) == []
+    cluster.now += FAILED_AGAIN_SECONDS
+    all_beat(cluster)
+    assert moves(cluster.tick(after=ROUND)) == [("d0", "r", "d1")]
+
+
+def test_a_decode_that_ends_while_it_moves_is_ended() -> None:
+    cluster = moving_cluster()
+    assert len(only(cluster.finished("d0", "r"), RequestFinished)) == 1
+    assert cluster.phase("r") == "unknown"
+
+
+def test_the_death_of_the_source_fails_the_request_and_stops_the_target() -> None:
+    cluster = moving_cluster()
+    effects = cluster.tick(200)
+    ((_, failed),) = only(effects, RequestFailed)
+    assert isinstance(failed, RequestFailed)
+    assert failed.code is ErrorCode.WORKER_DIED
+    assert [key[0] for key, _ in only(effects, Cancel)] == ["d1"]
+    assert cluster.phase("r") == "unknown"
+    assert sent_names(cluster.started("d1", "r")) == [("d1", "Cancel")]
+
+
+def test_the_death_of_the_target_leaves_the_word_to_the_source() -> None:
+    cluster = moving_cluster()
+    assert only(cluster.tick(201), RequestFailed) == []
+    assert cluster.phase("r") == "migrating"
+    cluster.migration_failed("d0", "r")
+    assert cluster.phase("r") == "decoding"
+
+
+def test_a_request_that_a_dead_target_took_along_fails_soon() -> None:
+    cluster = moving_cluster()
+    cluster.tick(201)
+    cluster.now += MOVE_REPORT_SECONDS + 0.1
+    all_beat(cluster)
+    ((_, failed),) = only(cluster.tick(), RequestFailed)
+    assert isinstance(failed, RequestFailed)
+    assert failed.code is ErrorCode.WORKER_DIED
+
+
+def test_a_cancel_reaches_both_ends_of_a_move_and_again_the_one_that_took_it() -> None:
+    cluster = moving_cluster()
+    assert sent_names(cluster.cancel("r")) == [("d0", "Cancel"), ("d1", "Cancel")]
+    assert sent_names(cluster.started("d1", "r")) == [("d1", "Cancel")]
+    assert cluster.phase("r") == "cancelling_decode"
+    cluster.finished("d0", "r", was_cancelled=True)
+    assert cluster.phase("r") == "cancelling_decode", "d1 has it"
+    cluster.finished("d1", "r", was_cancelled=True)
+    assert cluster.phase("r") == "unknown"
+
+
+def test_a_stop_string_in_a_moving_choice_is_told_to_both_ends() -> None:
+    cluster = moving_cluster()
+    assert sent_names(cluster.cancel("r", choice=0)) == [("d0", "Cancel"), ("d1", "Cancel")]
+    assert cluster.phase("r") == "migrating"
+
+
+def test_reports_of_a_target_that_has_not_taken_over_are_ignored() -> None:
+    cluster = moving_cluster()
+    assert notes(cluster.failed("d1", "r")) == ["event_ignored"]
+    assert notes(cluster.migration_failed("d1", "r")) == ["event_ignored"]
+    assert cluster.phase("r") == "migrating"
