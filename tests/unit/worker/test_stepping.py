@@ -1,6 +1,6 @@
 """Plans on their way through an engine that has two steps in flight."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -11,6 +11,7 @@ from common.engine.interface import DeferredStep, LaunchedStep, StepRow
 from common.errors import ErrorCode, RequestError
 from common.sampling import SampledToken
 from common.scheduler.steps import RowFailed, StepPlan
+from common.worker import stepping
 from common.worker.stepping import StepPipeline
 from tests.support.scheduler_bench import Bench, new_request
 
@@ -27,6 +28,7 @@ class ScriptedEngine:
         self.rows: list[Sequence[StepRow]] = []
         self.refused: set[int] = set()
         self.failing: dict[int, Exception] = {}
+        self.takes: Callable[[], None] = lambda: None
 
     def launch(self, rows: Sequence[StepRow]) -> DeferredStep:
         number = len(self.rows)
@@ -38,6 +40,7 @@ class ScriptedEngine:
 
     def collect(self, step: LaunchedStep) -> list[tuple[SampledToken, ...]]:
         self.told.append(f"collect {step.number}")
+        self.takes()
         if step.number in self.failing:
             raise self.failing[step.number]
         return DRAWN
@@ -128,3 +131,33 @@ async def test_at_the_end_the_thread_waits_for_what_is_in_flight(
         await pipeline.turn(planned(bench))
     assert await pipeline.turn(None) == []  # behind it in the same thread
     assert engine.told == ["launch 0", "collect 0"]
+
+
+async def test_a_slowed_down_step_takes_so_many_times_as_long(
+    engine: ScriptedEngine, bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = FakeClock()
+    monkeypatch.setattr(stepping, "perf_counter", clock)
+    with ThreadPoolExecutor(1) as thread:
+        pipeline = StepPipeline(engine, thread, slow_down=3.0)
+        monkeypatch.setattr(pipeline, "_never", clock)
+        engine.takes = lambda: clock.wait(2.0)
+        first, second = planned(bench), planned(bench)
+        await pipeline.turn(first)
+        await pipeline.turn(second)
+        assert clock.now == 6.0, "2 s of its own and twice as long again"
+        await pipeline.turn(None)
+        assert clock.now == 12.0, "the second begins when the first is over"
+
+
+class FakeClock:
+    """Time that passes only while somebody waits."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
