@@ -17,7 +17,7 @@ The search is exact and looks at few prefill sides: a side's own time is a lower
 costs, so after the most promising side only those are looked at whose bound is below its best pair.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,8 +32,7 @@ MAX_COPY_SHARE = 0.5
 """Most that a copy may take of the time to compute the same blocks: it keeps two pools busy."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Costs:
+class _Costs(NamedTuple):
     """What a choice is made of; arrays by slot.
 
     ``compute_seconds`` are until the prompt is computed without a copy, ``prefill_seconds`` with
@@ -50,8 +49,7 @@ class _Costs:
     decode_tiers: Array
 
 
-@dataclass(frozen=True, slots=True)
-class _Sides:
+class _Sides(NamedTuple):
     """Slots of a choice and what it costs."""
 
     cost: float
@@ -71,10 +69,10 @@ class FlowKV:
         if not len(cluster):
             return None
         costs = _costs(cluster, request)
-        options = [_cheapest_pair(cluster, costs)]
+        best = _cheapest_pair(cluster, costs)
         if not cluster.has_fixed_roles:
-            options.append(_cheapest_local(cluster, request, costs))
-        best = min(options, key=lambda sides: sides.cost)
+            local = _cheapest_local(cluster, request, costs)
+            best = local if local.cost < best.cost else best
         return None if best.cost == INFINITE else _placement(cluster, costs, best)
 
 
@@ -110,17 +108,22 @@ def _cheapest_pair(cluster: ClusterView, costs: _Costs) -> _Sides:
     least_weight = np.minimum.reduce(cluster.decode_weights)
     least_tier = np.minimum.reduce(costs.decode_tiers)
     bounds = costs.prefill_seconds * least_weight + costs.prefill_tiers + least_tier
-    first = bounds.argmin()
-    best = _cheapest_of(cluster, costs, np.array([first]))
+    first = int(bounds.argmin())
+    cost, _, decode = _cheapest_of(cluster, costs, slice(first, first + 1))
+    best = _Sides(cost, first, decode, "least expected time")
     bounds[first] = INFINITE
-    others = np.flatnonzero(bounds < best.cost)
+    others = np.flatnonzero(bounds < cost)
     if len(others):
-        best = min(best, _cheapest_of(cluster, costs, others), key=lambda sides: sides.cost)
+        cost, row, decode = _cheapest_of(cluster, costs, others)
+        if cost < best.cost:
+            best = _Sides(cost, int(others[row]), decode, best.reason)
     return best
 
 
-def _cheapest_of(cluster: ClusterView, costs: _Costs, prefills: NDArray[np.intp]) -> _Sides:
-    """Return the cheapest pair of these prefill sides."""
+def _cheapest_of(
+    cluster: ClusterView, costs: _Costs, prefills: slice | NDArray[np.intp]
+) -> tuple[float, int, int]:
+    """Return the cost of the cheapest pair of these prefill sides, its number, its decode side."""
     seconds = cluster.link_seconds[prefills] * costs.missing_bytes
     seconds += costs.prefill_seconds[prefills, None]
     seconds *= cluster.decode_weights
@@ -128,17 +131,20 @@ def _cheapest_of(cluster: ClusterView, costs: _Costs, prefills: NDArray[np.intp]
     seconds += costs.decode_tiers
     seconds += costs.prefill_tiers[prefills, None]
     row, decode = divmod(int(seconds.argmin()), seconds.shape[1])
-    return _Sides(float(seconds[row, decode]), int(prefills[row]), decode, "least expected time")
+    return float(seconds[row, decode]), row, decode
 
 
 def _cheapest_local(cluster: ClusterView, request: RequestView, costs: _Costs) -> _Sides:
     """Return the best decode worker that computes the little it lacks by itself."""
+    reason = "little to compute on the decode side"
+    least_hits = request.num_prompt_tokens / request.block_size - MAX_LOCAL_BLOCKS
+    if max(request.hits.values(), default=0) < least_hits:
+        return _Sides(INFINITE, -1, -1, reason)
     found = costs.compute_seconds * cluster.decode_weights + costs.decode_tiers
     found += cluster.local_tier
-    least_hits = request.num_prompt_tokens / request.block_size - MAX_LOCAL_BLOCKS
     found[costs.hits < least_hits] = INFINITE
     slot = int(found.argmin())
-    return _Sides(float(found[slot]), slot, slot, "little to compute on the decode side")
+    return _Sides(float(found[slot]), slot, slot, reason)
 
 
 def _placement(cluster: ClusterView, costs: _Costs, sides: _Sides) -> Placement:
