@@ -1,8 +1,10 @@
+#include <nanobind/stl/array.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <array>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -12,6 +14,7 @@
 #include "flowpath/bindings.hpp"
 #include "flowpath/memory/alignment.hpp"
 #include "flowpath/memory/checksum.hpp"
+#include "flowpath/memory/piece_copy.hpp"
 #include "flowpath/memory/run_copy.hpp"
 #include "flowpath/memory/segment_allocator.hpp"
 
@@ -234,6 +237,48 @@ nb::object checksum_blocks_of(nb::handle pool, nb::handle block_ids,
     return to_numpy<std::uint64_t>(std::move(sums));
 }
 
+std::vector<std::int32_t> ids_within(nb::handle object, const char* name, std::size_t num_blocks) {
+    auto ids = int32_list(object, name);
+    for (std::size_t i = 0; i < ids.size(); ++i) {
+        if (ids[i] < 0 || static_cast<std::size_t>(ids[i]) >= num_blocks) {
+            refuse(std::string(name) + "[" + std::to_string(i) + "]=" + std::to_string(ids[i]) +
+                       " of " + std::to_string(num_blocks) + " blocks",
+                   Status::out_of_range);
+        }
+    }
+    return ids;
+}
+
+using Six = std::array<std::int64_t, 6>;
+using Four = std::array<std::int64_t, 4>;
+
+nb::object copy_pieces_between(nb::handle dst_object, nb::handle src_object, nb::handle dst_list,
+                               nb::handle src_list, const Six& pieces, const Four& rest,
+                               std::int64_t src_block_bytes, std::int64_t dst_block_bytes) {
+    const PieceCopy copy{{pieces[0], pieces[1], pieces[2], pieces[3], pieces[4], pieces[5]},
+                         {rest[0], rest[1], rest[2], rest[3]},
+                         checked_block_bytes(src_block_bytes),
+                         checked_block_bytes(dst_block_bytes)};
+    if (!is_inside(copy)) {
+        refuse("a piece or the rest behind the pieces", Status::out_of_range);
+    }
+    BufferView dst(dst_object, BufferView::Access::write);
+    const BufferView src(src_object, BufferView::Access::read);
+    const auto dst_ids = ids_within(dst_list, "dst_ids", dst.size() / copy.dst_block_bytes);
+    const auto src_ids = ids_within(src_list, "src_ids", src.size() / copy.src_block_bytes);
+    if (dst_ids.size() != src_ids.size()) {
+        refuse("src_ids has " + std::to_string(src_ids.size()) + " blocks, dst_ids " +
+                   std::to_string(dst_ids.size()) + ": dst_ids",
+               Status::different_lengths);
+    }
+    std::vector<std::uint64_t> sums(dst_ids.size());
+    {
+        const nb::gil_scoped_release without_gil;
+        copy_pieces(dst.writable_bytes(), src.bytes(), dst_ids, src_ids, copy, sums);
+    }
+    return to_numpy<std::uint64_t>(std::move(sums));
+}
+
 void bind_allocator(nb::module_& m) {
     nb::class_<SegmentAllocator>(m, "SegmentAllocator",
                                  "Hands out runs of adjacent blocks of one pool.")
@@ -269,6 +314,9 @@ void bind_memory(nb::module_& m) {
           "Copies rows (src, dst, length) of blocks between two buffers; returns the bytes copied.");
     m.def("copy_runs_checksummed", &copy_runs_between_checksummed, "dst"_a, "src"_a, "runs"_a,
           "block_bytes"_a, "Copies, and returns the checksum of each block in the runs' order.");
+    m.def("copy_pieces", &copy_pieces_between, "dst"_a, "src"_a, "dst_ids"_a, "src_ids"_a,
+          nb::kw_only(), "pieces"_a, "rest"_a, "src_block_bytes"_a, "dst_block_bytes"_a,
+          "Copies parts of blocks; returns the sum of the checksum's terms of what was written.");
     m.def("copy_streamed", &copy_streamed_between, "dst"_a, "src"_a,
           "Copies past the caches and does nothing else: what memory gives a copy at best.");
     m.def("checksum", &checksum_of, "data"_a, "The 64-bit checksum of the bytes.");

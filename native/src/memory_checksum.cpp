@@ -186,6 +186,20 @@ std::uint64_t checksum_sum(std::span<const std::byte> bytes, std::uint64_t first
     return sum_with(fastest_kernel(), bytes, first_row);
 }
 
+std::uint64_t checksum_words(std::span<const std::byte> words, std::uint64_t first_word) noexcept {
+    std::size_t at = 0;
+    std::uint64_t sum = 0;
+    // Up to the next begin of a row word by word, then as everything is summed.
+    for (std::uint64_t index = first_word; at < words.size() && index % row_words != 0;
+         ++index, at += 8) {
+        std::uint64_t word;
+        std::memcpy(&word, words.data() + at, 8);
+        sum += term(word, index);
+    }
+    const std::uint64_t row = (first_word + row_words - 1) / row_words;
+    return at < words.size() ? sum + checksum_sum(words.subspan(at), row) : sum;
+}
+
 bool can_stream_to([[maybe_unused]] const std::byte* to) noexcept {
 #if defined(__x86_64__)
     return reinterpret_cast<std::uintptr_t>(to) % 32 == 0 && __builtin_cpu_supports("avx2");

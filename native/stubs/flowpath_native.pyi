@@ -104,6 +104,26 @@ def copy_runs_checksummed(
     Memory is read once. A run must not overlap its own target.
     """
 
+def copy_pieces(
+    dst: _Memory,
+    src: _Memory,
+    dst_ids: NDArray[np.int32] | Sequence[int],
+    src_ids: NDArray[np.int32] | Sequence[int],
+    *,
+    pieces: tuple[int, int, int, int, int, int],
+    rest: tuple[int, int, int, int],
+    src_block_bytes: int,
+    dst_block_bytes: int,
+) -> NDArray[np.uint64]:
+    """Copy parts of block ``src_ids[i]`` into block ``dst_ids[i]``, for all i, without the GIL.
+
+    ``pieces`` are source and target offset, bytes and number of the pieces and their distances at
+    source and target; ``rest`` source and target offset, bytes, and how many zeros follow; all in
+    multiples of 8 bytes. Returns, for each pair, the sum of the checksum's terms of what was
+    written, where it lies in the target. What is outside of a block or a buffer is a
+    ``ValueError``, and nothing is copied.
+    """
+
 def copy_streamed(dst: _Memory, src: _Memory) -> None:
     """Copy past the caches, without the GIL, and do nothing else.
 

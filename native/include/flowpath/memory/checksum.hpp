@@ -44,6 +44,10 @@ inline constexpr std::size_t checksum_row_bytes = 512;
 [[nodiscard]] std::uint64_t checksum_sum(std::span<const std::byte> bytes,
                                          std::uint64_t first_row) noexcept;
 
+// The sum of the terms of whole words, a piece of a message that begins at its word `first_word`.
+[[nodiscard]] std::uint64_t checksum_words(std::span<const std::byte> words,
+                                           std::uint64_t first_word) noexcept;
+
 // Whether this machine can copy to `to` with stores that pass the caches by.
 [[nodiscard]] bool can_stream_to(const std::byte* to) noexcept;
 
