@@ -17,6 +17,7 @@ BENCHMARKS = (
     "gateway_load",
     "load_aware",
     "chats",
+    "placement",
 )
 """Modules of this folder; each has ``main(argv) -> int``, which is 0 when its targets are met."""
 
