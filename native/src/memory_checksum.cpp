@@ -1,5 +1,6 @@
 #include "flowpath/memory/checksum.hpp"
 
+#include <algorithm>
 #include <bit>
 #include <cstring>
 
@@ -159,6 +160,54 @@ constexpr Kernel kernels[] = {
     {"portable", sum_portable, []() noexcept { return true; }},
 };
 
+// Sums words of one row, from its word `first` on.
+using PartKernel = std::uint64_t (*)(const std::byte* words, std::size_t num_words,
+                                     std::size_t first, std::uint64_t row) noexcept;
+
+std::uint64_t part_portable(const std::byte* words, std::size_t num_words, std::size_t first,
+                            std::uint64_t row) noexcept {
+    std::uint64_t sum = 0;
+    for (std::size_t i = 0; i < num_words; ++i) {
+        std::uint64_t word;
+        std::memcpy(&word, words + 8 * i, 8);
+        sum += term(word, row * row_words + first + i);
+    }
+    return sum;
+}
+
+#if defined(__x86_64__)
+
+__attribute__((target("avx2"))) std::uint64_t part_avx2(const std::byte* words,
+                                                        std::size_t num_words, std::size_t first,
+                                                        std::uint64_t row) noexcept {
+    const __m256i shift = _mm256_set1_epi64x(static_cast<long long>(row * key_step));
+    const std::size_t num_vectors = num_words / 4;
+    __m256i sum = _mm256_setzero_si256();
+    for (std::size_t v = 0; v < num_vectors; ++v) {
+        const __m256i word = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(words + 32 * v));
+        const __m256i key = _mm256_loadu_si256(
+            reinterpret_cast<const __m256i*>(first_row_keys.key + first + 4 * v));
+        const __m256i x = _mm256_xor_si256(word, _mm256_add_epi64(key, shift));
+        const __m256i product = _mm256_mul_epu32(x, _mm256_srli_epi64(x, 32));
+        sum = _mm256_add_epi64(sum, _mm256_add_epi64(product, x));
+    }
+    alignas(32) std::uint64_t lanes[4];
+    _mm256_store_si256(reinterpret_cast<__m256i*>(lanes), sum);
+    return lanes[0] + lanes[1] + lanes[2] + lanes[3] +
+           part_portable(words + 32 * num_vectors, num_words % 4, first + 4 * num_vectors, row);
+}
+
+#endif
+
+PartKernel fastest_part_kernel() noexcept {
+#if defined(__x86_64__)
+    if (__builtin_cpu_supports("avx2")) {
+        return part_avx2;
+    }
+#endif
+    return part_portable;
+}
+
 SumKernel fastest_kernel() noexcept {
     for (const Kernel& kernel : kernels) {
         if (kernel.can_run()) {
@@ -187,17 +236,25 @@ std::uint64_t checksum_sum(std::span<const std::byte> bytes, std::uint64_t first
 }
 
 std::uint64_t checksum_words(std::span<const std::byte> words, std::uint64_t first_word) noexcept {
-    std::size_t at = 0;
+    const std::size_t num_words = words.size() / 8;
+    const std::size_t in_row = first_word % row_words;
+    // What is left of the row that it begins in, whole rows, and a part of the last row.
+    const std::size_t head = in_row == 0 ? 0 : std::min(num_words, row_words - in_row);
+    const std::size_t num_rows = (num_words - head) / row_words;
+    const std::size_t tail = num_words - head - num_rows * row_words;
+    const std::uint64_t row = (first_word + head) / row_words;
+    const PartKernel part = fastest_part_kernel();
     std::uint64_t sum = 0;
-    // Up to the next begin of a row word by word, then as everything is summed.
-    for (std::uint64_t index = first_word; at < words.size() && index % row_words != 0;
-         ++index, at += 8) {
-        std::uint64_t word;
-        std::memcpy(&word, words.data() + at, 8);
-        sum += term(word, index);
+    if (head != 0) {
+        sum += part(words.data(), head, in_row, first_word / row_words);
     }
-    const std::uint64_t row = (first_word + row_words - 1) / row_words;
-    return at < words.size() ? sum + checksum_sum(words.subspan(at), row) : sum;
+    if (num_rows != 0) {
+        sum += checksum_sum(words.subspan(8 * head, num_rows * checksum_row_bytes), row);
+    }
+    if (tail != 0) {
+        sum += part(words.data() + 8 * (num_words - tail), tail, 0, row + num_rows);
+    }
+    return sum;
 }
 
 bool can_stream_to([[maybe_unused]] const std::byte* to) noexcept {
