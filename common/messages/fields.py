@@ -220,14 +220,18 @@ class PhaseName(StrEnum):
     DECODE_WAIT = "decode_wait"
     DECODE = "decode"
     MIGRATION = "migration"
+    PLACE = "place"
+    RESUME = "resume"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRUCT)
 class PhaseRecord:
     """One phase of one request on one worker: seconds, and what was moved or computed in it.
 
-    ``queue`` is the wait in the controller and in the worker's queue together; ``transfer`` the
-    time in writes of KV; ``decode_wait`` from the prefill's end to the decode side's first step.
+    Two are the gateway's own: ``place`` until the controller has taken the request in, ``resume``
+    from the news that its worker was lost to the next token. ``queue`` is the wait in the
+    controller and in the worker's queue together; ``transfer`` the time in writes of KV;
+    ``decode_wait`` from the prefill's end to the decode side's first step.
     """
 
     name: PhaseName
