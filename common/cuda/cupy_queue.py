@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.cuda.checksum import finish_checksums
-from common.cuda.driver import BlockCopies, Copy, CudaError
+from common.cuda.driver import BlockCopies, Copy, CudaError, PieceCopies
 from common.errors import ConfigError
 
 SOURCE = Path(__file__).parents[2] / "native" / "cuda" / "transfer.cu"
@@ -61,12 +61,14 @@ class CupyQueue:
         with self._called("compiling the kernels of transfers"):
             module = _kernels(cupy)
             self._copy_kernel = module.get_function("copy_blocks")
+            self._piece_kernel = module.get_function("copy_pieces")
             self._sum_kernel = module.get_function("sum_blocks")
         self._num_pairs = 0
         self._pairs_address = 0
         self._host = np.empty(0, dtype=np.uint8)
         self._pinned: Any = None
         self._block_bytes = 0
+        """Of the blocks whose checksums are to be finished; 0 where sums stay as they are."""
         self._num_sums = 0
         self._is_closed = False
         with self._called("allocating room for block ids"):
@@ -83,10 +85,26 @@ class CupyQueue:
         count = len(copies.source_ids)
         with self._called(f"copying {count} blocks"):
             ids, sums = self._prepare(copies.source_ids, copies.target_ids, copies.block_bytes)
+            vectors = copies.block_bytes // VECTOR_BYTES
             self._launch(
                 self._copy_kernel,
                 (copies.source, copies.target, ids, ids + 4 * count, sums),
-                copies.block_bytes,
+                (vectors,),
+                vectors,
+                num_ctas,
+            )
+
+    def copy_pieces(self, copies: PieceCopies, *, num_ctas: int = 0) -> None:
+        """Enqueue one launch that copies parts of every block and sums what it writes."""
+        count = len(copies.source_ids)
+        with self._called(f"copying parts of {count} blocks"):
+            shape, num_vectors = _piece_shape(copies)
+            ids, sums = self._prepare(copies.source_ids, copies.target_ids, 0)
+            self._launch(
+                self._piece_kernel,
+                (copies.source, copies.target, ids, ids + 4 * count, sums),
+                shape,
+                num_vectors,
                 num_ctas,
             )
 
@@ -94,10 +112,11 @@ class CupyQueue:
         """Enqueue one launch that computes the checksum of every named block."""
         with self._called(f"computing the checksums of {len(block_ids)} blocks"):
             ids, sums = self._prepare(block_ids, block_ids, block_bytes)
-            self._launch(self._sum_kernel, (source, ids, sums), block_bytes, 0)
+            vectors = block_bytes // VECTOR_BYTES
+            self._launch(self._sum_kernel, (source, ids, sums), (vectors,), vectors, 0)
 
     def wait(self, *, is_long: bool) -> NDArray[np.uint64]:
-        """Wait until all enqueued work is done; return the last launch's checksums."""
+        """Wait until all enqueued work is done; return the last launch's checksums (or sums)."""
         event = self._sleeping if is_long else self._spinning
         count, self._num_sums = self._num_sums, 0
         with self._called("waiting for copies"):
@@ -105,7 +124,7 @@ class CupyQueue:
             event.record(self._stream)
             event.synchronize()
         sums = self._host[8 * count : PAIR_BYTES * count].view(np.uint64)
-        return finish_checksums(sums, self._block_bytes)
+        return finish_checksums(sums, self._block_bytes) if self._block_bytes else sums.copy()
 
     def copy_seconds(self, copies: Sequence[Copy]) -> float:
         """Do copies one after another; return the device's time for all."""
@@ -169,18 +188,26 @@ class CupyQueue:
         self._num_pairs = num_pairs
 
     def _launch(
-        self, kernel: Any, addresses: tuple[int, ...], block_bytes: int, num_ctas: int
+        self,
+        kernel: Any,
+        addresses: tuple[int, ...],
+        shape: tuple[int, ...],
+        num_vectors: int,
+        num_ctas: int,
     ) -> None:
-        """Enqueue a kernel over the prepared blocks, and the download of their sums."""
-        count, vectors = self._num_sums, block_bytes // VECTOR_BYTES
-        threads = min(THREADS, vectors // UNROLL)
+        """Enqueue a kernel over the prepared blocks, and the download of their sums.
+
+        It works on ``num_vectors`` vectors of each; ``shape`` are its arguments after the blocks'
+        number.
+        """
+        count = self._num_sums
+        threads = max(32, min(THREADS, num_vectors // UNROLL // 32 * 32))
         # Small blocks get small CTAs: as many threads in all.
         ctas = (num_ctas or self._ctas) * (THREADS // threads)
-        num_chunks = count * -(-vectors // (threads * UNROLL))
+        num_chunks = count * -(-num_vectors // (threads * UNROLL))
         arguments = (
             *(np.uint64(address) for address in addresses),
-            np.uint32(count),
-            np.uint32(vectors),
+            *(np.uint32(number) for number in (count, *shape)),
         )
         with self._stream:
             kernel((min(ctas, num_chunks),), (threads,), arguments)
@@ -198,3 +225,21 @@ class CupyQueue:
             yield
         except errors as error:
             raise CudaError(f"{doing} on GPU {self._device}: {error}") from error
+
+
+def _piece_shape(copies: PieceCopies) -> tuple[tuple[int, ...], int]:
+    """Return the arguments of ``copy_pieces`` after the blocks' number, and the vectors written."""
+    sizes = (
+        *(copies.source_block_bytes, copies.target_block_bytes),
+        *copies.pieces[:3],
+        *copies.pieces[4:],
+        *copies.rest,
+    )
+    if any(size % VECTOR_BYTES for size in sizes):
+        raise ValueError(f"parts of blocks are no multiples of {VECTOR_BYTES} bytes: {copies}")
+    count = copies.pieces[3]
+    source, target, source_offset, target_offset, piece, *others = (
+        size // VECTOR_BYTES for size in sizes
+    )
+    num_vectors = piece * count + others[4] + others[5]
+    return (source, target, source_offset, target_offset, piece, count, *others), num_vectors

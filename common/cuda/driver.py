@@ -46,6 +46,24 @@ class BlockCopies:
     block_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class PieceCopies:
+    """Parts of blocks to copy, between pools whose blocks differ in size.
+
+    ``pieces`` and ``rest`` are as ``flowpath_native.copy_pieces`` takes them, in bytes, here all
+    multiples of 16. Addresses and ids are as in ``BlockCopies``.
+    """
+
+    source: int
+    target: int
+    source_ids: NDArray[np.int32]
+    target_ids: NDArray[np.int32]
+    pieces: tuple[int, int, int, int, int, int]
+    rest: tuple[int, int, int, int]
+    source_block_bytes: int
+    target_block_bytes: int
+
+
 class CudaQueue(Protocol):
     """A stream of its own on one device, before all other work of this process's priority.
 
@@ -65,6 +83,14 @@ class CudaQueue(Protocol):
         """Enqueue one launch that copies every block and computes its checksum.
 
         ``num_ctas`` bounds how much of the device it takes; 0 fills it.
+        """
+        ...
+
+    def copy_pieces(self, copies: PieceCopies, *, num_ctas: int = 0) -> None:
+        """Enqueue one launch that copies parts of every block and sums what it writes.
+
+        ``wait`` returns these sums of terms instead of checksums: they are parts of them.
+        ValueError for numbers that are no multiples of 16.
         """
         ...
 

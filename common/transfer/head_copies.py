@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
 import flowpath_native
 import numpy as np
@@ -10,9 +10,7 @@ from numpy.typing import NDArray
 
 from common.cuda.checksum import finish_checksums
 from common.errors import TransferError
-from common.transfer.heads import HeadTransfer, Rest
-
-NO_REST = Rest(0, 0, 0, 0)
+from common.transfer.heads import NO_REST, HeadTransfer
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +45,10 @@ def write_heads(
     try:
         source_ids = np.asarray(pairs[0], dtype=np.int32)
         target_ids = np.asarray(pairs[1], dtype=np.int32)
-        pieces = transfer.pieces
-        rest = transfer.rest or NO_REST
         sums = flowpath_native.copy_pieces(
             *(target, source, target_ids, source_ids),
-            pieces=astuple(pieces),
-            rest=astuple(rest),
+            pieces=transfer.pieces.numbers(),
+            rest=(transfer.rest or NO_REST).numbers(),
             src_block_bytes=transfer.source_block_bytes,
             dst_block_bytes=transfer.target_block_bytes,
         )

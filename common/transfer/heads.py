@@ -39,6 +39,13 @@ class Pieces:
     source_stride: int
     target_stride: int
 
+    def numbers(self) -> tuple[int, int, int, int, int, int]:
+        """Return all of it as the kernels take it."""
+        return (
+            *(self.source_offset, self.target_offset, self.num_bytes),
+            *(self.count, self.source_stride, self.target_stride),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Rest:
@@ -48,6 +55,13 @@ class Rest:
     target_offset: int
     num_bytes: int
     num_zeros: int
+
+    def numbers(self) -> tuple[int, int, int, int]:
+        """Return all of it as the kernels take it."""
+        return (self.source_offset, self.target_offset, self.num_bytes, self.num_zeros)
+
+
+NO_REST = Rest(0, 0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -108,3 +108,75 @@ extern "C" __global__ void __launch_bounds__(512)
                u32 block_vectors) {
     run<false>(source, nullptr, source_ids, nullptr, sums, num_blocks, block_vectors);
 }
+
+// Parts of blocks, between pools whose blocks differ in width (common/transfer/heads.py). Numbers are
+// of vectors. In block i, num_pieces pieces of piece_vectors go from source_offset on, source_stride
+// apart, to target_offset on, target_stride apart; then rest_vectors follow from rest_source to
+// rest_target, and behind them zero_vectors zeros are written. sums[i] += the checksum terms of what
+// is written, where it lies in the target's block: the parts that several launches write into one
+// block add up. A CTA's range is cut as above, over the vectors that are written.
+extern "C" __global__ void __launch_bounds__(512)
+    copy_pieces(const uint4* source, uint4* target, const int* source_ids, const int* target_ids,
+                u64* sums, u32 num_blocks, u32 source_vectors, u32 target_vectors,
+                u32 source_offset, u32 target_offset, u32 piece_vectors, u32 num_pieces,
+                u32 source_stride, u32 target_stride, u32 rest_source, u32 rest_target,
+                u32 rest_vectors, u32 zero_vectors) {
+    const u32 in_pieces = piece_vectors * num_pieces;
+    const u32 copied_vectors = in_pieces + rest_vectors;
+    const u32 written_vectors = copied_vectors + zero_vectors;
+    const u32 chunk_vectors = blockDim.x * unroll;
+    const u32 block_chunks = (written_vectors + chunk_vectors - 1) / chunk_vectors;
+    const u64 num_chunks = static_cast<u64>(num_blocks) * block_chunks;
+    const u64 first = num_chunks * blockIdx.x / gridDim.x;
+    u32 left = static_cast<u32>(num_chunks * (blockIdx.x + 1) / gridDim.x - first);
+    u32 block = static_cast<u32>(first / block_chunks);
+    u32 chunk = static_cast<u32>(first % block_chunks);
+
+    while (left > 0) {
+        const u32 taken = min(left, block_chunks - chunk);
+        const uint4* const from = source + static_cast<u64>(source_ids[block]) * source_vectors;
+        uint4* const to = target + static_cast<u64>(target_ids[block]) * target_vectors;
+        u32 at = chunk * chunk_vectors + threadIdx.x;
+        u64 sum = 0;
+        for (u32 n = 0; n < taken; ++n) {
+            uint4 data[unroll];
+            u32 place[unroll];
+#pragma unroll
+            for (u32 i = 0; i < unroll; ++i) {
+                const u32 v = at + i * blockDim.x;
+                data[i] = uint4{0, 0, 0, 0};
+                if (v < in_pieces) {
+                    const u32 piece = v / piece_vectors;
+                    const u32 inside = v - piece * piece_vectors;
+                    place[i] = target_offset + piece * target_stride + inside;
+                    data[i] = __ldcs(from + source_offset + piece * source_stride + inside);
+                } else {
+                    place[i] = rest_target + (v - in_pieces);
+                    if (v < copied_vectors) {
+                        data[i] = __ldcs(from + rest_source + (v - in_pieces));
+                    }
+                }
+            }
+#pragma unroll
+            for (u32 i = 0; i < unroll; ++i) {
+                if (at < written_vectors) {
+                    __stcs(to + place[i], data[i]);
+                    const u32 word = 2 * (place[i] % row_vectors);
+                    const u64 shift = place[i] / row_vectors * key_step;
+                    sum += term(data[i].x, data[i].y, mix((word + 1) * key_step) + shift);
+                    sum += term(data[i].z, data[i].w, mix((word + 2) * key_step) + shift);
+                }
+                at += blockDim.x;
+            }
+        }
+        for (u32 distance = 16; distance > 0; distance /= 2) {
+            sum += __shfl_down_sync(0xFFFFFFFFu, sum, distance);
+        }
+        if (threadIdx.x % 32 == 0) {
+            atomicAdd(sums + block, sum);
+        }
+        left -= taken;
+        ++block;
+        chunk = 0;
+    }
+}

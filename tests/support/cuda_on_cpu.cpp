@@ -87,3 +87,14 @@ extern "C" void launch_sum_blocks(unsigned num_ctas, unsigned num_threads, const
         sum_blocks(static_cast<const uint4*>(source), source_ids, sums, num_blocks, block_vectors);
     });
 }
+
+extern "C" void launch_copy_pieces(unsigned num_ctas, unsigned num_threads, const void* source,
+                                   void* target, const int* source_ids, const int* target_ids,
+                                   unsigned long long* sums, unsigned num_blocks,
+                                   const unsigned* shape) {
+    launch(num_ctas, num_threads, [&] {
+        copy_pieces(static_cast<const uint4*>(source), static_cast<uint4*>(target), source_ids,
+                    target_ids, sums, num_blocks, shape[0], shape[1], shape[2], shape[3], shape[4],
+                    shape[5], shape[6], shape[7], shape[8], shape[9], shape[10], shape[11]);
+    });
+}

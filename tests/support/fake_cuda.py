@@ -14,7 +14,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from common.cuda.driver import IPC_HANDLE_BYTES, BlockCopies, Copy, CudaError, CudaQueue
+from common.cuda.driver import (
+    IPC_HANDLE_BYTES,
+    BlockCopies,
+    Copy,
+    CudaError,
+    CudaQueue,
+    PieceCopies,
+)
 from common.cuda.handles import OpenedHandles
 
 GIB = 2**30
@@ -156,6 +163,10 @@ class FakeQueue:
         self._driver.note(f"copy_blocks {len(copies.source_ids)} ctas {num_ctas}")
         self._pending.append(lambda: self._copy_blocks(copies))
 
+    def copy_pieces(self, copies: PieceCopies, *, num_ctas: int = 0) -> None:
+        self._driver.note(f"copy_pieces {len(copies.source_ids)} ctas {num_ctas}")
+        self._pending.append(lambda: self._copy_pieces(copies))
+
     def checksum_blocks(self, source: int, block_ids: NDArray[np.int32], block_bytes: int) -> None:
         self._driver.note(f"checksum_blocks {len(block_ids)}")
         self._pending.append(lambda: self._checksum(source, block_ids, block_bytes))
@@ -187,6 +198,22 @@ class FakeQueue:
             copies.source_ids.tolist(), copies.target_ids.tolist(), strict=True
         ):
             self._copy(copies.target + target * size, copies.source + source * size, size)
+
+    def _copy_pieces(self, copies: PieceCopies) -> None:
+        source, target = (
+            self._driver.bytes_at(address, (int(ids.max()) + 1) * size)
+            for address, ids, size in (
+                (copies.source, copies.source_ids, copies.source_block_bytes),
+                (copies.target, copies.target_ids, copies.target_block_bytes),
+            )
+        )
+        self._sums = flowpath_native.copy_pieces(
+            *(target, source, copies.target_ids, copies.source_ids),
+            pieces=copies.pieces,
+            rest=copies.rest,
+            src_block_bytes=copies.source_block_bytes,
+            dst_block_bytes=copies.target_block_bytes,
+        )
 
     def _checksum(self, source: int, block_ids: NDArray[np.int32], size: int) -> None:
         blocks = [

@@ -10,7 +10,11 @@ import pytest
 from numpy.typing import NDArray
 
 from common.cuda.checksum import finish_checksums
-from common.cuda.cupy_queue import SOURCE
+from common.cuda.cupy_queue import SOURCE, _piece_shape
+from common.cuda.driver import PieceCopies
+from common.kv.layout import KVLayout
+from common.transfer.head_copies import write_heads
+from common.transfer.heads import NO_REST, plan_heads
 from tests.support.source_tree import ROOT
 
 NUM_BLOCKS = 9
@@ -81,6 +85,40 @@ def test_checksums_alone_write_nothing(
     expected = flowpath_native.checksum_blocks(source, ids, size)
     assert finish_checksums(sums, size).tolist() == expected.tolist()
     assert (source == before).all()
+
+
+@pytest.mark.parametrize(("num_sources", "num_targets"), [(1, 2), (4, 1), (2, 6), (6, 4), (3, 3)])
+@pytest.mark.parametrize(("num_ctas", "num_threads"), GRIDS)
+def test_heads_are_copied_and_summed_as_on_the_cpu(
+    kernels: ctypes.CDLL, num_sources: int, num_targets: int, num_ctas: int, num_threads: int
+) -> None:
+    layout = KVLayout(
+        3, 4, 12, 16, "float16", kv_cache_dtype="float8_e4m3", scales=(0.5, 1, 2, 3, 4, 5)
+    )
+    random = np.random.default_rng(1)
+    source_ids = np.array([4, 1, 8, 4, 0], dtype=np.int32)
+    target_ids = np.array([7, 0, 3, 2, 8], dtype=np.int32)
+    for transfer in plan_heads(layout, num_sources, num_targets):
+        size = transfer.target_block_bytes
+        source = random.integers(0, 256, NUM_BLOCKS * transfer.source_block_bytes, dtype=np.uint8)
+        target, expected = (np.full(NUM_BLOCKS * size, 0xEE, np.uint8) for _ in range(2))
+        report = write_heads(expected.data, source.data, transfer, (source_ids, target_ids))
+        copies = PieceCopies(
+            *(0, 0, source_ids, target_ids),
+            transfer.pieces.numbers(),
+            (transfer.rest or NO_REST).numbers(),
+            *(transfer.source_block_bytes, size),
+        )
+        shape, num_vectors = _piece_shape(copies)
+        assert num_vectors * 16 == transfer.written_bytes
+        sums = np.zeros(len(source_ids), dtype=np.uint64)
+        numbers = np.array(shape, dtype=np.uint32)
+        kernels.launch_copy_pieces(
+            *(num_ctas, num_threads, at(source), at(target), at(source_ids), at(target_ids)),
+            *(at(sums), len(source_ids), at(numbers)),
+        )
+        assert (target == expected).all()
+        assert sums.tolist() == report.partial_sums.tolist()
 
 
 def test_the_kernels_lie_where_an_installed_program_finds_them() -> None:

@@ -9,10 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from common.cuda.driver import CudaError
 from common.errors import ConfigError, TransferError
 from common.kv.layout import KVLayout
+from common.transfer.cuda_heads import HeadMover
 from common.transfer.head_copies import block_checksums, write_heads
 from common.transfer.heads import HeadTransfer, Pieces, Rest, plan_heads, rank_layout
+from tests.support.fake_cuda import FakeGpus
 
 FP8 = "float8_e4m3"
 NUM_BLOCKS = 5
@@ -230,3 +233,26 @@ def test_a_plan_that_leaves_the_block_is_refused(
             dst_block_bytes=4096,
         )
     assert not any(target)
+
+
+def test_a_gpu_moves_heads_in_one_launch_a_pair_of_ranks() -> None:
+    layout = KVLayout(2, 4, 4, 16, "float16")
+    heads = random_heads(layout, 3)
+    (source,), expected = rank_pools(layout, 1, heads), rank_pools(layout, 2, heads)
+    driver = FakeGpus(num_devices=2).process()
+    start = driver.allocate(0, source.size)
+    driver.bytes_at(start, source.size)[:] = source.reshape(-1)
+    mover = HeadMover(driver, 0, num_ctas=7)
+    source_ids, target_ids = np.array([4, 0, 2], np.int32), np.array([1, 3, 0], np.int32)
+    for transfer, whole in zip(plan_heads(layout, 1, 2), expected, strict=True):
+        place = driver.allocate(1, whole.size)
+        part = mover.move(transfer, (start, place), source_ids, target_ids)
+        written = driver.bytes_at(place, whole.size).reshape(whole.shape)
+        assert (written[target_ids] == whole[source_ids]).all()
+        sums = block_checksums([part], whole.shape[1])
+        assert sums.tolist() == [flowpath_native.checksum(block) for block in whole[source_ids]]
+    assert driver.calls.count("copy_pieces 3 ctas 7") == 2
+    driver.failing.add("copy_pieces")
+    with pytest.raises(CudaError, match="the test says so"):
+        mover.move(plan_heads(layout, 1, 2)[0], (start, start), source_ids, target_ids)
+    mover.close()
