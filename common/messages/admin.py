@@ -101,7 +101,7 @@ class WorkerStatus:
     """One worker as its last heartbeat told it. ``kv`` and ``load`` are None before the first.
 
     ``pairs`` are a prefill worker's, with the decode workers that it knows. ``role`` is the one it
-    was told to have; while ``is_switching`` it has not confirmed it.
+    says it has; while ``is_switching`` it was told another one.
     """
 
     id: WorkerId

@@ -48,9 +48,7 @@ async def switch_role(
         return
 
     def left_to_do(status: WorkerStatus, _ordered_seconds_ago: float) -> str:
-        if status.role is not wanted:
-            return f"is still {status.role}"
-        return "has not confirmed it" if status.is_switching else ""
+        return "" if status.role is wanted else f"is still {status.role}"
 
     await _follow(settings, worker, left_to_do, wait_seconds, tell)
     tell(f"{worker} is {wanted}")

@@ -34,6 +34,7 @@ def status_report(core: ControllerCore, now: float) -> StatusReport:
                 pairs=worker.pairs,
                 mode=worker.mode,
                 rates=worker.rates,
+                is_switching=worker.held_role is not worker.role,
             )
             for worker in workers
         ),

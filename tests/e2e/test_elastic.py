@@ -18,9 +18,9 @@ from common.telemetry.story import read_log_folder
 from services.cli.admin import ask_status
 from services.cli.supervisor.plan import plan_processes, plan_worker
 from services.cli.supervisor.supervisor import Supervisor
-from tests.support.answers import Json
+from tests.support.answers import Answer, Json
 from tests.support.board import Board
-from tests.support.served import free_port
+from tests.support.served import client_of, free_port, serving
 from tests.support.tiny_llama import write_tiny_llama
 
 pytestmark = pytest.mark.e2e
@@ -154,3 +154,62 @@ async def test_a_worker_added_late_pairs_serves_and_leaves_without_a_lost_reques
             }
             assert served in events
             assert not [line for line in cluster.lines if late in line and "again" in line]
+
+
+NUM_BURST = 24
+QUIET_SECONDS = 2.0
+
+
+async def test_a_burst_brings_a_worker_within_the_budget_and_quiet_takes_it_away(
+    tmp_path: Path, model_folder: Path
+) -> None:
+    write_tiny_llama(tmp_path / "tiny", model_folder)
+    values = {
+        "model": str(tmp_path / "tiny"),
+        "max_workers": 3,
+        "slow_down": 40.0,  # so that a burst of a tiny model lasts
+        "ttft_slo_seconds": 0.5,
+    }
+    most = 0
+    async with serving(values) as served, client_of(served) as client:
+        assert "elastic    up to 3 workers" in served.output
+
+        async def ask(number: int, max_tokens: int = 30) -> Answer:
+            words = f"{number} " * 300
+            messages = [{"role": "user", "content": words}]
+            body: Json = {"messages": messages, "temperature": 0, "max_tokens": max_tokens}
+            return await client.ask(CHAT, {**body, "ignore_eos": True})
+
+        def is_grown(report: StatusReport) -> bool:
+            nonlocal most
+            most = max(most, len(report.workers))
+            return len(report.workers) == 3
+
+        def is_back(report: StatusReport) -> bool:
+            nonlocal most
+            most = max(most, len(report.workers))
+            return sorted(worker.id for worker in report.workers) == ["decode-0", "prefill-0"]
+
+        async with asyncio.TaskGroup() as tasks:
+            asked = [tasks.create_task(ask(number)) for number in range(NUM_BURST)]
+            report = await served.wait_until("a third worker", is_grown)
+        extra = next(w.id for w in report.workers if w.id not in ("prefill-0", "decode-0"))
+        assert f"starting {extra} under load" in served.output
+        answers = [task.result() for task in asked]
+        assert {answer.choices[0].finish_reason for answer in answers} == {"length"}
+
+        quiet = asyncio.get_running_loop().create_task(
+            served.wait_until("two workers", is_back, deadline_seconds=100)
+        )
+        after = []
+        while not quiet.done():
+            after.append(await ask(len(after) % NUM_BURST, max_tokens=2))
+            await asyncio.wait([quiet], timeout=QUIET_SECONDS)
+        await quiet
+        assert {answer.choices[0].finish_reason for answer in after} == {"length"}
+        for answer, whole in zip(after, answers, strict=False):
+            assert whole.choices[0].text.startswith(answer.choices[0].text)
+        assert f"stopping {extra}: load is low" in served.output
+        assert most == 3
+        served.interrupt()
+        assert await served.ended() == 0

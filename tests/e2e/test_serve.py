@@ -14,6 +14,7 @@ import httpx
 import pytest
 from safetensors.numpy import save_file
 
+from common.messages.admin import RoleControl
 from common.messages.fields import Role
 from common.telemetry.story import read_log_folder
 from tests.support.answers import Answer, Json, events_of, gather_stream
@@ -45,8 +46,14 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> 
 
 def flowpath(served: Served, *arguments: str) -> str:
     """Run a command as the operator of a served cluster; returns what it printed."""
+    done = try_flowpath(served, *arguments)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def try_flowpath(served: Served, *arguments: str) -> subprocess.CompletedProcess[str]:
     settings = served.settings
-    done = subprocess.run(
+    return subprocess.run(
         [sys.executable, "-m", "services.cli", *arguments],
         cwd=REPOSITORY,
         env={
@@ -60,8 +67,6 @@ def flowpath(served: Served, *arguments: str) -> str:
         timeout=EXIT_SECONDS,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 async def stream(client: ServedClient, max_tokens: int, began: asyncio.Event) -> Answer:
@@ -76,7 +81,9 @@ async def stream(client: ServedClient, max_tokens: int, began: asyncio.Event) ->
 
 
 async def test_a_session_from_the_ready_line_to_ctrl_c(model_folder: Path) -> None:
-    async with serving({"model": str(model_folder), "dtype": "bfloat16"}) as served:
+    # By itself a prompt as short as this one is not worth a transfer.
+    values = {"model": str(model_folder), "dtype": "bfloat16", "roles": "manual"}
+    async with serving(values) as served:
         assert served.lines[0].startswith("FlowPath ")
         for told in (
             f"url        {served.url}/v1",
@@ -157,6 +164,45 @@ def _question(number: int) -> Json:
     words = f"{number} " * 200
     body: Json = {"messages": [{"role": "user", "content": words}], "temperature": 0}
     return {**body, "max_tokens": 200, "ignore_eos": True}
+
+
+async def test_the_operator_gives_roles_and_takes_workers_out_of_work(tiny_model: Path) -> None:
+    async with serving({"model": str(tiny_model), "prefill": 2}) as served:
+        await served.wait_until("three workers", lambda report: len(report.workers) == 3)
+
+        async def order(*arguments: str) -> str:
+            return await asyncio.to_thread(flowpath, served, *arguments)
+
+        async def refused(*arguments: str) -> str:
+            done = await asyncio.to_thread(try_flowpath, served, *arguments)
+            assert done.returncode == 2
+            return done.stderr
+
+        await order("roles", "manual")
+        told = await order("switch-role", "prefill-1", "decode", "--wait")
+        assert told.splitlines()[-1] == "prefill-1 is decode"
+        report = await served.status()
+        assert report is not None
+        assert report.role_control is RoleControl.MANUAL
+        assert {worker.id: str(worker.role) for worker in report.workers} == {
+            "decode-0": "decode",
+            "prefill-0": "prefill",
+            "prefill-1": "decode",
+        }
+        assert "prefill-0" in await refused("switch-role", "prefill-0", "decode")
+        assert "nobody" in await refused("switch-role", "nobody", "decode")
+
+        told = await order("drain", "decode-0", "--wait")
+        assert told.splitlines()[-1] == "decode-0 has nothing to do"
+        async with client_of(served) as client:
+            answer = await client.ask(CHAT, {**HELLO, "max_tokens": 4})
+        story = await order("logs", "--request", answer.request_id)
+        assert "prefill-1" in story
+        assert " decode-0 " not in story
+        told = await order("drain", "decode-0", "--undo", "--wait")
+        assert told.splitlines()[-1] == "decode-0 takes work again"
+        served.interrupt()
+        assert await served.ended() == 0
 
 
 async def test_sigterm_lets_streams_finish_and_takes_no_new_ones(tiny_model: Path) -> None:

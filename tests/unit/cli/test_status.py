@@ -132,7 +132,7 @@ def test_a_pair_that_works_is_told_with_its_transport() -> None:
     assert lines[4].endswith("- - prefill-0 tcp")
 
 
-def test_a_role_that_is_not_confirmed_yet_is_told_as_such() -> None:
+def test_a_worker_that_was_told_another_role_is_shown_as_switching() -> None:
     switching = replace(REPORT.workers[1], is_switching=True)
     lines = printed(replace(REPORT, workers=(REPORT.workers[0], switching)))
     assert lines[4].startswith("decode-0 b 12 decode (switching) draining")
