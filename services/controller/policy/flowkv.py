@@ -3,7 +3,10 @@
     P*, D* = argmin est_ttft(p, d, request) x (1 + LS_D(d))
 
 over prefill sides that may get a prompt and decode sides that could hold it. Ahead of that stand,
-in this order: a pair that works, room in the decode side's pool, and load scores below 1.
+in this order: a pair that works, room in the decode side's pool, and load scores below 1. The time
+is the sum of queue, computation and transfer, as in Mooncake's Conductor:
+
+    uncomputed(p) / rate(p) + (prompt - hit(p)) / rate(p) + (blocks - hit(d)) x bytes / link(p, d)
 
 What comes beside it:
 

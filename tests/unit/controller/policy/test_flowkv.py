@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 from common.messages.fields import Role
 from services.controller.policy.cluster_view import ClusterView
 from services.controller.policy.estimates import (
+    DEFAULT_PREFILL_RATE,
     Objectives,
     decode_score,
     decode_weight,
+    link_rate,
     prefill_score,
-    transfer_seconds,
-    ttft_seconds,
 )
 from services.controller.policy.policies import make_policy
 from services.controller.policy.views import Pairing, Placement, RequestView, WorkerView
@@ -38,9 +38,7 @@ def test_queue_computation_and_transfer_make_the_estimate() -> None:
     placement = choose(workers, request(1000, p=5, d=6))
     # 500 tokens wait and 1 000 - 320 are left, at 1 000 a second; 10 blocks of 1 MB at 100 MB/s
     assert placement.estimate_seconds == pytest.approx(0.5 + 0.68 + 0.1)
-    assert placement.estimate_seconds == pytest.approx(
-        ttft_seconds(workers[0], workers[1], request(1000, p=5, d=6))
-    )
+    assert dict(placement.inputs)["transfer_seconds"] == pytest.approx(0.1)
 
 
 def test_the_shorter_wait_wins_unless_a_prefix_makes_up_for_it() -> None:
@@ -184,10 +182,22 @@ def test_unequal_workers_get_work_in_proportion_to_their_speed() -> None:
     assert counts == {"l20": 60, "h20": 40}
 
 
+def transfer_seconds(source: WorkerView, target: WorkerView, num_blocks: int) -> float:
+    if source.key == target.key:
+        return 0.0
+    return num_blocks * source.block_bytes / link_rate(source, target)
+
+
+def ttft_seconds(p: WorkerView, d: WorkerView, asked: RequestView, rate: float) -> float:
+    uncached = asked.num_uncached(asked.hits.get(p.key, 0))
+    missing = asked.num_prompt_blocks - asked.hits.get(d.key, 0)
+    return (p.uncomputed_tokens + uncached) / rate + transfer_seconds(p, d, missing)
+
+
 def brute_force(workers: list[WorkerView], asked: RequestView, *, is_fixed: bool) -> float:
     """The cost of the best choice, from the formulas and every pair."""
     objectives = Objectives()
-    fastest = max((w.prefill_rate for w in workers), default=0) or 1000.0
+    fastest = max((w.prefill_rate for w in workers), default=0) or DEFAULT_PREFILL_RATE
     holder = max(workers, key=lambda w: asked.hits.get(w.key, 0))
     best = inf
     for p in workers:
@@ -202,7 +212,7 @@ def brute_force(workers: list[WorkerView], asked: RequestView, *, is_fixed: bool
             tier += 4e6 if not d.has_room(asked.num_blocks) else 0
             tier += 2e6 if decode_score(d, objectives) >= 1 else 0
             weight = decode_weight(d, decode_score(d, objectives), objectives)
-            seconds = ttft_seconds(p, d, asked, fastest)
+            seconds = ttft_seconds(p, d, asked, p.prefill_rate or fastest)
             hit = asked.hits.get(p.key, 0)
             is_little = asked.num_prompt_tokens - hit * asked.block_size <= 2 * asked.block_size
             if is_little and p.key == d.key and p.role is Role.DECODE and not is_fixed:

@@ -5,7 +5,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.handoff.machine import Ignored, Legal
-from services.controller.policy.estimates import Objectives, role_scores
 from services.controller.policy.scenario import (
     DWELL_ROUNDS,
     HOLD_ROUNDS,
@@ -14,7 +13,7 @@ from services.controller.policy.scenario import (
     Scenario,
     ScenarioMachine,
 )
-from tests.unit.controller.policy.builders import C, D, P, worker
+from tests.unit.controller.policy.builders import D, P
 
 NORMAL, IMBALANCED = Scenario.NORMAL, Scenario.IMBALANCED
 EXTREME, LOW = Scenario.EXTREME, Scenario.LOW
@@ -101,21 +100,6 @@ def test_nothing_is_concluded_while_a_half_has_not_measured_itself() -> None:
     assert machine.scenario is EXTREME
     for _ in range(20):
         assert machine.observe([], []) is EXTREME
-
-
-def test_scores_are_taken_from_measured_workers_of_each_role() -> None:
-    workers = [
-        worker("p0", P, 2000),
-        worker("p1", P, prefill_rate=0.0),
-        worker("p2", P, has_heartbeat=False),
-        worker("p3", P, is_draining=True),
-        worker("d0", D, used=500),
-        worker("d1", D, step=0.0),
-        worker("c", C, 512, used=100, decoding=1, step=0.05),
-    ]
-    prefills, decodes = role_scores(workers, 2000, Objectives(2.0, 0.05))
-    assert prefills == pytest.approx([0.6 * 3000 / 2000 + 0.1, 0.6 * 1512 / 2000 + 0.03 + 0.1])
-    assert decodes == pytest.approx([0.2, 0.5 + 0.04 + 0.1 / 64])
 
 
 @given(st.lists(st.tuples(st.floats(0, 3), st.floats(0, 3)), max_size=120))
