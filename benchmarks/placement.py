@@ -332,7 +332,9 @@ def plot(rows: list[dict[str, Cell]]) -> str:
     """Draw the median core time against workers and against index size, as SVG."""
     chosen = [row for row in rows if row["policy"] == "flowkv"]
     by_workers = [row for row in chosen if int(row["index blocks"]) > 900_000]
+    by_workers.sort(key=lambda row: sum(map(int, str(row["workers"])[:-1].split("P"))))
     by_blocks = [row for row in chosen if row["workers"] == "48P96D"]
+    by_blocks.sort(key=lambda row: int(row["index blocks"]))
     body = _panel(60, "workers", by_workers, lambda row: str(row["workers"]))
     body += _panel(400, "blocks in the index", by_blocks, lambda row: f"{row['index blocks']:,}")
     return (
@@ -348,7 +350,7 @@ def _panel(
     cost = {id(row): 1000 * float(row["core p50 ms"]) for row in rows}
     top = 100 * (int(max(cost.values()) / 100) + 1)
     parts = [
-        f'<text x="{left + 130}" y="20" text-anchor="middle">µs per placement, by {title}</text>'
+        f'<text x="{left + 130}" y="20" text-anchor="middle">µs of one core per placement, by {title}</text>'
     ]
     for share in (0.0, 0.5, 1.0):
         y = 240 - 200 * share
