@@ -335,8 +335,15 @@ def plot(rows: list[dict[str, Cell]]) -> str:
     by_workers.sort(key=lambda row: sum(map(int, str(row["workers"])[:-1].split("P"))))
     by_blocks = [row for row in chosen if row["workers"] == "48P96D"]
     by_blocks.sort(key=lambda row: int(row["index blocks"]))
-    body = _panel(60, "workers", by_workers, lambda row: str(row["workers"]))
-    body += _panel(400, "blocks in the index", by_blocks, lambda row: f"{row['index blocks']:,}")
+    body = _panel(
+        60, "µs of one core per placement, by workers", by_workers, lambda row: str(row["workers"])
+    )
+    body += _panel(
+        400,
+        "µs of one core per placement, by blocks in the index",
+        by_blocks,
+        lambda row: f"{row['index blocks']:,}",
+    )
     return (
         '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 720 300" font-family="sans-serif" '
         'font-size="11"><rect width="720" height="300" fill="white"/>' + body + "</svg>\n"
@@ -349,9 +356,7 @@ def _panel(
     """Return one chart, 260 wide: a line for each prompt length over evenly spaced cases."""
     cost = {id(row): 1000 * float(row["core p50 ms"]) for row in rows}
     top = 100 * (int(max(cost.values()) / 100) + 1)
-    parts = [
-        f'<text x="{left + 130}" y="20" text-anchor="middle">µs of one core per placement, by {title}</text>'
-    ]
+    parts = [f'<text x="{left + 130}" y="20" text-anchor="middle">{title}</text>']
     for share in (0.0, 0.5, 1.0):
         y = 240 - 200 * share
         parts.append(f'<path d="M{left} {y}H{left + 260}" stroke="#ddd"/>')
