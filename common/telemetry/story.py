@@ -44,9 +44,10 @@ def request_story(log_dir: Path, request_id: str) -> tuple[LogEntry, ...]:
 class RequestScope:
     """Which entries tell of one request.
 
-    Those with its ``request_id`` or that of one of its prompts (``prompt_request_id``), and those
-    with a ``transfer_id`` that one of them names. ``request_id`` may be an answer's ``id``, which
-    is the request's behind a prefix.
+    Those with its ``request_id``, that of one of its prompts (``prompt_request_id``) or of a
+    request that went on where one of them was lost (``resumed_request_id``), and those with a
+    ``transfer_id`` that one of them names. ``request_id`` may be an answer's ``id``, which is the
+    request's behind a prefix.
     """
 
     def __init__(self, request_id: str) -> None:
@@ -61,6 +62,8 @@ class RequestScope:
         # The clocks of several hosts may put what names an id behind what has it.
         for entry in found:
             self._learn(entry, "prompt_request_id", self._requests)
+        for entry in found:  # it names the first one, however often it was resumed
+            self._learn(entry, "resumed_request_id", self._requests)
         for entry in found:
             self._learn(entry, "transfer_id", self._transfers)
         return tuple(

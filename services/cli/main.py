@@ -197,6 +197,24 @@ def logs(
 
 @app.command()
 @ends_by_name
+def explain(
+    request: Annotated[
+        str, typer.Argument(help="A request's id, or an answer's.", metavar="REQUEST_ID")
+    ],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    port: Port = None,
+    log_dir: LogDir = None,
+    config: Config = None,
+) -> None:
+    """Tell where the time of a request went, and every decision about it, from the log files."""
+    from services.cli.explain import show_explanation  # noqa: PLC0415
+
+    loaded = load_settings({"port": port, "log_dir": log_dir}, config)
+    show_explanation(loaded.settings.log_dir, request, as_json=as_json)
+
+
+@app.command()
+@ends_by_name
 def keygen(
     folder: Annotated[Path, typer.Argument(help="Key folder to make.", metavar="FOLDER")],
 ) -> None:
