@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Protocol
 
 from common.ids import RequestId
+from common.messages.fields import PhaseRecord
 from common.sampling import FinishReason, SampledToken, SamplingParams
 
 
@@ -50,6 +51,11 @@ class Submission(Protocol):
     """One request in the cluster, owned by one HTTP exchange."""
 
     request_id: RequestId
+
+    @property
+    def phases(self) -> Sequence[PhaseRecord]:
+        """Where the request's time went, as far as that was told by now."""
+        ...
 
     def events(self) -> AsyncIterator[PromptDone | TokenDelta]:
         """Yield what happens until every choice has finished; raises ``RequestError``."""

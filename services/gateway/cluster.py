@@ -64,6 +64,7 @@ class ClusterBackend:
         request_timeout_seconds: float,
     ) -> None:
         self.model = model
+        self.gateway_id = gateway_id
         self.max_resumes = 0
         """How often a request that loses its workers is placed again, to go on elsewhere."""
         self.request_timeout_seconds = request_timeout_seconds

@@ -149,6 +149,7 @@ class CompletionService:
             num_completion_tokens=generation.num_completion_tokens,
             finish_reasons=[reason and str(reason) for reason in generation.finish_reasons],
             seconds=round(connection.age_seconds(), 6),
+            phases=generation.phases(),
             **fields,
         )
 

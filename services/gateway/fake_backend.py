@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from common.errors import RequestError
 from common.ids import RequestId
+from common.messages.fields import PhaseRecord
 from common.sampling import FinishReason, SampledToken, SamplingParams
 from services.gateway.backend import PromptDone, ServedModel, TokenDelta
 
@@ -24,6 +25,7 @@ class FakeBehaviour:
     """
 
     num_cached_tokens: int = 0
+    phases: tuple[PhaseRecord, ...] = ()
     burst: int = 1
     interval_seconds: float = 0.0
     refusal: RequestError | None = None
@@ -50,6 +52,11 @@ class FakeSubmission:
         self.waiting = asyncio.Event()
         self._tokens = [tuple(of_choice) for of_choice in tokens]
         self._behaviour = behaviour
+
+    @property
+    def phases(self) -> tuple[PhaseRecord, ...]:
+        """Return what the test set."""
+        return self._behaviour.phases
 
     async def events(self) -> AsyncGenerator[PromptDone | TokenDelta]:
         """Yield every choice's tokens in turn, a burst each."""

@@ -11,6 +11,7 @@ from services.gateway.backend import PromptDone, Submission, TokenDelta
 from services.gateway.choice import ChoiceAssembler, ChoicePiece
 from services.gateway.detokenizer import TokenBytes
 from services.gateway.drain import Drain
+from services.gateway.ledger import phases_json
 from services.gateway.logprobs import Json
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.plan import CompletionPlan, PromptPlan
@@ -76,12 +77,19 @@ class Generation:
     def usage(self) -> Json:
         """Return OpenAI's ``usage`` for what was answered so far, summed over the prompts."""
         num_prompt_tokens = self._plan.num_prompt_tokens
-        return {
+        usage: Json = {
             "prompt_tokens": num_prompt_tokens,
             "completion_tokens": self.num_completion_tokens,
             "total_tokens": num_prompt_tokens + self.num_completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
         }
+        if self._plan.has_phases:
+            usage["x_phases"] = self.phases()
+        return usage
+
+    def phases(self) -> list[Json]:
+        """Return where the time of all prompts went, prompt by prompt, as it was told so far."""
+        return [phase for prompt in self._prompts for phase in prompt.phases()]
 
 
 class _PromptGeneration:
@@ -102,6 +110,10 @@ class _PromptGeneration:
         ]
         self._last_token_seconds: dict[int, float] = {}
         self.num_cached_tokens = 0
+
+    def phases(self) -> list[Json]:
+        """Return where its time went, as it was told so far."""
+        return phases_json(self._submission.phases)
 
     @property
     def num_completion_tokens(self) -> int:

@@ -45,6 +45,9 @@ def parse_body(model_type: type[RequestT], body: bytes) -> RequestT:
     check_extra_fields(request.model_extra or {})
     if request.stream_options is not None and not request.stream:
         raise _bad("stream_options needs stream to be true", "stream_options")
+    has_usage = request.stream_options is not None and request.stream_options.include_usage
+    if request.x_phases and request.stream and not has_usage:
+        raise _bad("x_phases needs include_usage in stream_options: it stands there", "x_phases")
     if isinstance(request, TextRequest):
         _check_text_fields(request)
     return request

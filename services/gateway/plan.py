@@ -33,6 +33,7 @@ class CompletionPlan:
     is_stream: bool
     has_usage_chunk: bool
     has_token_ids: bool
+    has_phases: bool = False
 
     @property
     def num_choices_per_prompt(self) -> int:

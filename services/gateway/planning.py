@@ -49,6 +49,7 @@ class Planner:
             is_stream=bool(request.stream),
             has_usage_chunk=bool(request.stream_options and request.stream_options.include_usage),
             has_token_ids=bool(request.return_token_ids),
+            has_phases=bool(request.x_phases),
         )
 
     async def _chat_prompt(self, request_id: RequestId, request: ChatRequest) -> PromptPlan:

@@ -8,6 +8,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from common.messages.fields import PhaseName
+
 AnsweredReason = Literal["stop", "length"]
 TokenIds = Annotated[list[int], Field(default_factory=list)]
 """Only there when ``return_token_ids`` asks for it."""
@@ -23,6 +25,29 @@ class CachedTokens(_Answer):
     cached_tokens: int
 
 
+class Phase(_Answer):
+    """One phase of a request on one worker, or at the gateway.
+
+    ``queue``: waiting for its turn to be computed. ``prefix``: fetching cached KV from another
+    worker. ``prefill``: computing the prompt. ``transfer``: moving its KV. ``decode_wait``: from
+    the prefill's end to the decode worker's first step. ``decode``: drawing tokens. ``migration``:
+    moving to another decode worker. ``place``: until the controller has taken it in. ``resume``:
+    from the loss of its worker to the next token. A rate is there where KV was moved.
+    """
+
+    name: PhaseName
+    worker: str
+    seconds: float
+    num_tokens: int
+    num_bytes: int
+    num_calls: int
+    gigabytes_per_second: float | None
+
+
+Phases = Annotated[list[Phase], Field(default_factory=list)]
+"""Only there when ``x_phases`` asks for it."""
+
+
 class Usage(_Answer):
     """Tokens of the whole request: all prompts, all choices."""
 
@@ -30,6 +55,7 @@ class Usage(_Answer):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens
+    x_phases: Phases
 
 
 class AlternativeToken(_Answer):

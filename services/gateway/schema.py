@@ -167,6 +167,10 @@ class CompletionFields(BaseModel):
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     ignore_eos: bool | None = None
     return_token_ids: bool | None = None
+    x_phases: Annotated[
+        bool | None,
+        Field(description="Tell in `usage.x_phases` where the request's time went"),
+    ] = None
     user: str | None = None
 
 

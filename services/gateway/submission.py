@@ -8,10 +8,12 @@ from time import monotonic
 from typing import Protocol
 
 from common.errors import ErrorCode, RequestError
-from common.ids import RequestId
+from common.ids import GatewayId, RequestId
+from common.messages.fields import PhaseRecord
 from common.messages.tokens import TokenDelta as WireDelta
 from services.gateway.attempts import Attempt, Attempts
 from services.gateway.backend import PromptDone, TokenDelta
+from services.gateway.ledger import PhaseLedger
 from services.gateway.ordering import StreamOrder
 from services.gateway.pending import PendingEvents
 
@@ -41,6 +43,7 @@ class ClusterLink(Protocol):
 
     request_timeout_seconds: float
     """How long a request may take; 0 for ever."""
+    gateway_id: GatewayId
     max_resumes: int
     """How often what loses its workers is placed again, to go on elsewhere."""
 
@@ -92,6 +95,7 @@ class ClusterSubmission:
         self._attempts = attempts
         self._order = StreamOrder(attempts.first.params.num_choices)
         self._pending = PendingEvents()
+        self._ledger = PhaseLedger(link.gateway_id, monotonic())
         self._arrived = asyncio.Event()
         self._taken_in: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._is_closed = False
@@ -105,6 +109,11 @@ class ClusterSubmission:
         self._finished: set[RequestId] = set()
         timeout = link.request_timeout_seconds
         self._deadline = monotonic() + timeout if timeout else None
+
+    @property
+    def phases(self) -> tuple[PhaseRecord, ...]:
+        """Where its time went, as far as that was told."""
+        return self._ledger.records
 
     async def wait_taken_in(self) -> None:
         """Wait until the controller has queued or placed the request.
@@ -124,6 +133,7 @@ class ClusterSubmission:
     def queued(self, request_id: RequestId) -> None:
         """The controller will choose workers for one of its requests."""
         self._losses.pop(request_id, None)
+        self._ledger.taken_in(monotonic())
         if not self._taken_in.done():
             self._taken_in.set_result(None)
 
@@ -141,6 +151,8 @@ class ClusterSubmission:
         """Put a delta in order. Raises RemoteProtocolError when it cannot belong here."""
         self._heard_at = monotonic()
         self._pending.add(self._order.add(delta))
+        self._ledger.went_on(self._heard_at)
+        self._ledger.add(delta.phases)
         if not self._order.has_gap:
             self._gap_since = None
         elif self._gap_since is None:
@@ -170,6 +182,7 @@ class ClusterSubmission:
         if not choices:
             return
         self._gap_since = self._ended_at = None
+        self._ledger.lost(monotonic())
         self._is_orphan &= bool(self._attempts.live)
         for successor in self._attempts.go_on(attempt, choices, self._order.emitted):
             self._losses[successor.request_id] = _Loss(error, monotonic() + RESUME_SECONDS)

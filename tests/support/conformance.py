@@ -178,6 +178,8 @@ _REFUSED: tuple[tuple[Json, str], ...] = (
     ({"min_tokens": MAX_TOKENS + 1}, "min_tokens"),
     ({"ignore_eos": 1}, "ignore_eos"),
     ({"return_token_ids": "yes"}, "return_token_ids"),
+    ({"x_phases": 1}, "x_phases"),
+    ({"x_phases": True, "stream": True}, "x_phases"),
     ({"user": 5}, "user"),
     ({"stream": "true"}, "stream"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),

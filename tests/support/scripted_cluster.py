@@ -23,6 +23,7 @@ from common.messages.control import (
     RequestRefused,
     SubmitRequest,
 )
+from common.messages.fields import PhaseRecord
 from common.messages.tokens import TokenDelta, TokensGenerated, WorkerToGateway
 from common.sampling import FinishReason, SampledToken, SamplingParams
 from common.transport.channels import CONTROL, TOKENS
@@ -138,6 +139,7 @@ class ScriptedCluster:
         finish: FinishReason | None = None,
         request: str = "r",
         choice: int = 0,
+        phases: tuple[PhaseRecord, ...] = (),
     ) -> None:
         """Send tokens of a request as its worker."""
         delta = TokenDelta(
@@ -146,6 +148,7 @@ class ScriptedCluster:
             index=index,
             tokens=tuple(SampledToken(token_id) for token_id in token_ids),
             finish_reason=finish,
+            phases=phases,
         )
         assert self._worker.try_send(TokensGenerated(deltas=(delta,)), "test")
 

@@ -15,6 +15,7 @@ from common.messages.control import (
     RequestPlaced,
     RequestRefused,
 )
+from common.messages.fields import PhaseName, PhaseRecord
 from common.sampling import FinishReason
 from services.gateway import submission as submission_module
 from services.gateway.backend import TokenDelta
@@ -27,6 +28,8 @@ from services.gateway.submission import (
 from tests.support.scripted_cluster import MAX_RESUMES, PARAMS, scripted_cluster
 
 FINISHED = RequestFinished(request_id=RequestId("r"), was_cancelled=False)
+PREFILL = PhaseRecord(name=PhaseName.PREFILL, worker="p0", seconds=0.25, num_tokens=2)
+DECODE = PhaseRecord(name=PhaseName.DECODE, worker="d0", seconds=0.5, num_tokens=3)
 NOBODY = RequestRefused(
     request_id=RequestId("r"), code=ErrorCode.NO_WORKER, message="nobody is left"
 )
@@ -180,6 +183,28 @@ async def test_a_stream_whose_worker_dies_goes_on_elsewhere_without_gap_or_repea
         cluster.emit(4, 11, finish=FinishReason.STOP, request="r~1")
         rest = [token.token_id async for event in events for token in event.tokens]
         assert rest == [9, 10, 11]
+        await submission.aclose()
+
+
+async def test_the_phases_of_all_workers_of_a_request_are_kept(tmp_path):
+    async with scripted_cluster(tmp_path) as cluster:
+        submission = await cluster.submit()
+        cluster.emit(0, 7, phases=(PREFILL,))
+        events = submission.events()
+        await anext(events)
+        cluster.say(died("r"))
+        await cluster.resubmitted("r~1")
+        cluster.emit(1, 8, phases=(PREFILL,), request="r~1")
+        cluster.emit(2, 9, finish=FinishReason.STOP, phases=(DECODE,), request="r~1")
+        assert [token.token_id async for event in events for token in event.tokens] == [8, 9]
+        names = [(phase.name, phase.worker) for phase in submission.phases]
+        assert names == [
+            ("place", "g"),
+            ("prefill", "p0"),
+            ("resume", "g"),
+            ("prefill", "p0"),
+            ("decode", "d0"),
+        ]
         await submission.aclose()
 
 

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from common.errors import ErrorCode, RequestError
+from common.messages.fields import PhaseName, PhaseRecord
 from services.gateway.fake_backend import FakeBackend, FakeBehaviour
 from services.gateway.http_settings import HttpSettings
 from tests.support.fake_backend import (
@@ -64,6 +65,65 @@ async def test_chat_answers_in_openais_shape(tiny_folder):
         "prompt_tokens_details": {"cached_tokens": 3},
     }
     assert backend.submissions[0].closed.is_set()
+
+
+PHASES = (
+    PhaseRecord(name=PhaseName.PREFILL, worker="p0", seconds=0.5, num_tokens=7),
+    PhaseRecord(
+        name=PhaseName.TRANSFER, worker="p0", seconds=0.002, num_bytes=4_000_000, num_calls=3
+    ),
+)
+TOLD_PHASES = [
+    {
+        "name": "prefill",
+        "worker": "p0",
+        "seconds": 0.5,
+        "num_tokens": 7,
+        "num_bytes": 0,
+        "num_calls": 0,
+        "gigabytes_per_second": None,
+    },
+    {
+        "name": "transfer",
+        "worker": "p0",
+        "seconds": 0.002,
+        "num_tokens": 0,
+        "num_bytes": 4_000_000,
+        "num_calls": 3,
+        "gigabytes_per_second": 2.0,
+    },
+]
+
+
+@pytest.mark.parametrize(("path", "body"), [(CHAT_PATH, CHAT), (TEXT_PATH, TEXT)])
+async def test_usage_tells_the_phases_of_a_request_to_whom_asks_for_them(tiny_folder, path, body):
+    backend = fake_backend(tiny_folder, behaviour=FakeBehaviour(phases=PHASES))
+    asking = {**body, "x_phases": True}
+    streaming = {**asking, "stream": True, "stream_options": {"include_usage": True}}
+    async with asgi_client(backend) as client:
+        plain = (await client.post(path, json=body)).json()
+        off = (await client.post(path, json={**body, "x_phases": False})).json()
+        whole = (await client.post(path, json=asking)).json()
+        events = events_of(await client.post(path, json=streaming))
+    assert "x_phases" not in plain["usage"]
+    assert off["usage"] == plain["usage"]
+    assert whole["usage"]["x_phases"] == events[-2]["usage"]["x_phases"] == TOLD_PHASES
+
+
+async def test_the_phases_of_several_prompts_come_prompt_by_prompt(tiny_folder):
+    backend = fake_backend(tiny_folder, behaviour=FakeBehaviour(phases=PHASES[:1]))
+    body = {**TEXT, "prompt": ["a", "b"], "x_phases": True}
+    async with asgi_client(backend) as client:
+        answer = (await client.post(TEXT_PATH, json=body)).json()
+    assert answer["usage"]["x_phases"] == TOLD_PHASES[:1] * 2
+
+
+async def test_phases_are_refused_in_a_stream_that_has_no_place_for_them(tiny_folder):
+    async with asgi_client(fake_backend(tiny_folder)) as client:
+        body = {**CHAT, "x_phases": True, "stream": True}
+        response = await client.post(CHAT_PATH, json=body)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "x_phases"
 
 
 async def test_completions_answer_text_and_token_id_prompts_alike(tiny_folder):
