@@ -1,5 +1,7 @@
 """From the queue to the workers: a request is bound to its two sides as late as may be."""
 
+from dataclasses import replace
+
 from common.errors import ErrorCode
 from common.messages.control import (
     CopyPrefix,
@@ -61,13 +63,13 @@ class Dispatcher:
         refusal = self._check(message, payload)
         if refusal is not None:
             return refuse(gateway.key, message.request_id, refusal, cause)
-        hashes = self._prefixes.hashes(payload[0])
-        request = self._view(message, hashes)
+        view, hashes = self._view(message), self._prefixes.hashes(payload[0])
+        request = self._with_hits(view, hashes)
         cluster = self._members.view()
         placement = None if self._book.queued else self._policy.choose(cluster, request)
         if placement is None and not cluster.can_serve(request):
-            return refuse(gateway.key, message.request_id, self._unfit(message), cause)
-        record = RequestRecord(message, gateway.key, request.num_blocks, payload, now)
+            return refuse(gateway.key, message.request_id, self._unfit(view), cause)
+        record = RequestRecord(message, gateway.key, view, payload, now)
         record.hashes = hashes
         self._book.add(record)
         if placement is not None:
@@ -92,7 +94,7 @@ class Dispatcher:
         effects: list[Effect] = []
         for request_id in list(self._book.queued):
             record = self._book.requests[request_id]
-            request = self._view(record.submission, record.hashes)
+            request = self._with_hits(record.view, record.hashes)
             placement = self._policy.choose(self._members.view(), request)
             if placement is not None:
                 effects += self._place(record, request, placement, cause, now)
@@ -122,7 +124,7 @@ class Dispatcher:
         if record is None or not _is_refused(record, worker.key, message.code):
             return []
         worker.is_draining = True  # until its next heartbeat tells
-        if not self._members.view().can_serve(self._view(record.submission)):
+        if not self._members.view().can_serve(record.view):
             return []
         facts: tuple[Fact, ...] = (("prefill", worker.key[0]), ("reason", message.message))
         note = Note("placement_refused", cause, record.request_id, facts)
@@ -142,38 +144,34 @@ class Dispatcher:
             return Refusal(ErrorCode.QUEUE_FULL, told, limits.retry_after_seconds)
         return None
 
-    def _unfit(self, message: SubmitRequest) -> Refusal:
+    def _unfit(self, view: RequestView) -> Refusal:
         """Say that no worker's pool could hold the request."""
-        choices = message.params.num_choices
         largest = max(w.hello.num_blocks for w in self._members.ready_workers())
         told = (
-            f"the prompt of {message.num_prompt_tokens} tokens with {choices} "
-            f"{'choice' if choices == 1 else 'choices'} needs "
-            f"{self._num_blocks(message)} KV blocks of {self._block_size} tokens; the largest "
+            f"the prompt of {view.num_prompt_tokens} tokens with {view.num_choices} "
+            f"{'choice' if view.num_choices == 1 else 'choices'} needs "
+            f"{view.num_blocks} KV blocks of {view.block_size} tokens; the largest "
             f"worker's pool has {largest} (kv_bytes)"
         )
         return Refusal(ErrorCode.CONTEXT_EXCEEDED, told)
 
-    @property
-    def _block_size(self) -> int:
-        return next(iter(self._members.workers.values())).hello.block_size
-
-    def _num_blocks(self, message: SubmitRequest) -> int:
+    def _view(self, message: SubmitRequest) -> RequestView:
+        """Return a request as policies see it; there is a worker, so there is a block size."""
+        block_size = next(iter(self._members.workers.values())).hello.block_size
         params = message.params
-        return num_blocks_needed(
-            message.num_prompt_tokens, params.num_choices, params.num_left, self._block_size
-        )
-
-    def _view(self, message: SubmitRequest, hashes: tuple[bytes, ...] = ()) -> RequestView:
-        """Return a request as policies see it, with what is cached of it at this moment."""
         return RequestView(
             num_prompt_tokens=message.num_prompt_tokens,
-            num_blocks=self._num_blocks(message),
-            block_size=self._block_size,
-            num_choices=message.params.num_choices,
-            num_left=message.params.num_left,
-            hits=self._prefixes.index.hits(hashes),
+            num_blocks=num_blocks_needed(
+                message.num_prompt_tokens, params.num_choices, params.num_left, block_size
+            ),
+            block_size=block_size,
+            num_choices=params.num_choices,
+            num_left=params.num_left,
         )
+
+    def _with_hits(self, view: RequestView, hashes: tuple[bytes, ...]) -> RequestView:
+        """Return the request with what is cached of it at this moment."""
+        return replace(view, hits=self._prefixes.index.hits(hashes)) if hashes else view
 
     def _place(
         self,

@@ -8,6 +8,7 @@ from common.handoff.machine import Ignored, Story, decide
 from common.ids import WorkerId
 from common.messages.control import Cancel, RequestFailed, RequestPlaced, SubmitRequest
 from services.controller.effects import Effect, Note, PeerKey, Send
+from services.controller.policy.views import RequestView
 from services.controller.request_machine import (
     CANCELLING,
     DECODED,
@@ -47,18 +48,18 @@ class RequestRecord:
     ``prefill`` and ``decode`` are None while the request is queued. ``decode`` is the same as
     ``prefill`` where one worker does both, and None while no decode side is placed. ``refusals``
     holds when a decode side refused last, ``faults`` how often it could not work for another reason
-    than room. ``num_blocks`` are the prompt's and its growth's. ``payload`` is the prompt's frame,
-    empty once nobody can need it again. ``unserved_since`` tells from when on no set of ready
-    workers could have taken the queued request. ``hashes`` are its prompt's, where a policy reads
-    them. ``target`` is where a running decode moves to, None otherwise and once it is gone.
-    ``arrival`` numbers all requests. Times are on the clock of the ``now`` arguments.
+    than room. ``view`` is what policies see, and ``hashes`` are its prompt's, where they read them.
+    ``payload`` is the prompt's frame, empty once nobody can need it again. ``unserved_since`` tells
+    from when on no set of ready workers could have taken the queued request. ``target`` is where a
+    running decode moves to, None otherwise and once it is gone. ``arrival`` numbers all requests.
+    Times are on the clock of the ``now`` arguments.
     """
 
     def __init__(
         self,
         submission: SubmitRequest,
         gateway: PeerKey,
-        num_blocks: int,
+        view: RequestView,
         payload: tuple[bytes, ...],
         now: float,
     ) -> None:
@@ -67,7 +68,7 @@ class RequestRecord:
         self.gateway = gateway
         self.prefill: PeerKey | None = None
         self.decode: PeerKey | None = None
-        self.num_blocks = num_blocks
+        self.view = view
         self.payload = payload
         self.arrival = 0
         self.num_placements = 0
@@ -86,6 +87,11 @@ class RequestRecord:
         self.refusals: dict[PeerKey, float] = {}
         self.faults: Counter[PeerKey] = Counter()
         self._story = Story()
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of its prompt and of its growth."""
+        return self.view.num_blocks
 
     def side_of(self, peer: PeerKey) -> str | None:
         """Return "prefill", "decode", "target" or, for a worker that has no part in it, None.

@@ -7,6 +7,7 @@ from common.handoff.machine import Ignored, Illegal, Legal, PeerFault
 from common.ids import Epoch
 from services.controller import request_machine as machine
 from services.controller.effects import PeerKey
+from services.controller.policy.views import RequestView
 from services.controller.request_machine import REQUEST_TABLE, RequestEvent, RequestPhase
 from services.controller.request_record import RequestRecord
 from tests.unit.controller.cluster import submit
@@ -15,6 +16,7 @@ P: PeerKey = ("p0", Epoch(1))
 D: PeerKey = ("d0", Epoch(1))
 T: PeerKey = ("d1", Epoch(1))
 G: PeerKey = ("g", Epoch(1))
+VIEW = RequestView(num_prompt_tokens=64, num_blocks=2, block_size=64)
 CODE = (ErrorCode.WORKER_DIED, "gone")
 
 EVENTS: dict[str, RequestEvent] = {
@@ -58,7 +60,7 @@ PATHS: dict[RequestPhase, tuple[str, ...]] = {
 
 
 def record_in(phase: RequestPhase) -> RequestRecord:
-    record = RequestRecord(submit("r"), G, 2, (bytes(256),), 0.0)
+    record = RequestRecord(submit("r"), G, VIEW, (bytes(256),), 0.0)
     for name in PATHS[phase]:
         record.handle(EVENTS[name], "test", 0.0)
     assert record.phase is phase
@@ -109,7 +111,7 @@ def test_an_illegal_event_carries_the_story_that_led_to_it() -> None:
 
 
 def test_a_combined_worker_is_the_side_that_owns_the_request() -> None:
-    record = RequestRecord(submit("r"), G, 2, (bytes(256),), 0.0)
+    record = RequestRecord(submit("r"), G, VIEW, (bytes(256),), 0.0)
     assert record.side_of(P) is None
     record.handle(machine.Dispatched(P, P), "test", 0.0)
     assert record.side_of(P) == "prefill"
