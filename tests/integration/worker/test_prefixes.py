@@ -123,6 +123,7 @@ async def test_a_prefix_that_finds_no_room_is_not_waited_for(tmp_path: Path) -> 
         await waiter.steps.arrived(1)
         place(cluster)
         cluster.copy_prefix("r", PREFIX, "holder", "waiter")
+        await cluster.orders_taken("holder")
         await holder.idle()
         waiter.steps.open()
         await cluster.answer("other")

@@ -60,7 +60,9 @@ async def test_what_a_worker_caches_is_told_batch_by_batch_before_the_heartbeat(
             await is_told(cluster, *all_tokens)
         numbers = [events.sequence for events, _ in cluster.index["w"]]
         assert numbers == list(range(1, len(numbers) + 1))
-        assert cluster.heartbeats["w"][-1].index_sequence == numbers[-1]
+        await cluster.board.wait_for(
+            "the beat behind it", lambda: cluster.heartbeats["w"][-1].index_sequence == numbers[-1]
+        )
 
 
 async def test_a_snapshot_is_sent_when_it_is_asked_for_even_of_nothing(tmp_path: Path) -> None:
