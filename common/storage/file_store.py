@@ -137,8 +137,11 @@ class FileStore:
             start = number * _HEAD_BYTES
             is_ours = heads[start : start + HEADER_BYTES] == self._codec.pack(block_hash, before)
             hits.append(outcome == 0 and is_ours)
+            key, parent = chain[number]
             if not hits[-1]:
-                self._missed(chain[number][0], paths[number], outcome)
+                self._missed(key, paths[number], outcome)
+            elif not self._index.is_known(key):
+                self._index.add(key, parent, self._file_bytes)
             before = block_hash
         self._use([key for (key, _), is_hit in zip(chain, hits, strict=True) if is_hit])
         num_hits = sum(hits)

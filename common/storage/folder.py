@@ -128,9 +128,9 @@ class StoreFolder:
                 self.sync(parent)
         self._shards.add(path)
 
-    def forget_shard(self, path: str) -> None:
-        """Look again, the next time, whether the folder is there."""
-        self._shards.discard(path)
+    def forget_shards(self) -> None:
+        """Look again, the next time, which folders are there."""
+        self._shards.clear()
 
     def sync(self, path: str) -> None:
         """Make a folder's names durable."""
@@ -173,6 +173,10 @@ class WriterFolder:
         with suppress(OSError):  # a file system without locks: nobody can tell who lives
             fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         self._num_files = 0
+
+    def is_there(self) -> bool:
+        """Tell whether nobody removed the folder meanwhile. OSError."""
+        return self._folder.stat(f"{self._path}/lock") is not None
 
     def new_path(self) -> str:
         """Return a name for a block to be written, never used before."""

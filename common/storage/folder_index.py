@@ -88,6 +88,20 @@ class FolderIndex:
                 self._tree.mark_saved(key)
         return unsaved
 
+    def ancestors(self, keys: Sequence[Key]) -> set[Key]:
+        """Return the known blocks of all prefixes that end with ``keys``, as used just now."""
+        now = self._clock()
+        found: set[Key] = set()
+        with self._mutex:
+            for key in keys:
+                at: Key | None = key
+                while at is not None and at in self._tree and at not in found:
+                    found.add(at)
+                    at = self._tree.parent(at)
+            for key in found:
+                self._tree.touch(key, now)
+        return found
+
     def save_use(self, key: Key) -> None:
         """Write a block's last use to its file, for others and for after a restart."""
         with self._mutex:

@@ -10,6 +10,7 @@ the next writer removes.
 import errno
 import os
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -92,11 +93,13 @@ class FolderWriter:
             # A batch that is larger than the capacity is none: it goes in parts.
             step = max(1, self._capacity_bytes // file_bytes)
             for start in range(0, len(files), step):
-                self._write(arena, file_bytes, files[start : start + step])
+                if not self._write(arena, file_bytes, files[start : start + step]):
+                    break  # without room for these there is none for what follows them
         except FolderBusyError:
             self._troubles.note("folder_busy", folder=str(self._folder.root))
         except OSError as error:
             self._troubles.note("write_failed", folder=str(self._folder.root), reason=str(error))
+            self._folder.forget_shards()  # somebody may have removed them
         self._give_up([file for file in files if not file.is_counted])
 
     def close(self) -> None:
@@ -111,7 +114,7 @@ class FolderWriter:
         self._ledger.close()
 
     def _wanted(self, identity: bytes, blocks: Sequence[PendingBlock]) -> list[_File]:
-        """Return what is to be written, and have the blocks before it kept from eviction."""
+        """Return what is to be written, and count the rest."""
         files: list[_File] = []
         num_known = num_orphans = 0
         keys: set[Key] = set()
@@ -125,14 +128,16 @@ class FolderWriter:
                 files.append(_File(key, parent, block.offset))
             else:
                 num_orphans += 1
-        self._index.use([file.parent for file in files if file.parent is not None])
         self._tally.add(StoreStats(num_known=num_known, num_dropped_orphans=num_orphans))
         return files
 
-    def _write(self, arena: Memory, file_bytes: int, files: list[_File]) -> None:
-        if not self._reserve(len(files) * file_bytes):
+    def _write(self, arena: Memory, file_bytes: int, files: list[_File]) -> bool:
+        """Write what there is room for; False where that was not all."""
+        num_files = self._reserve(files, file_bytes)
+        has_room = num_files == len(files)
+        if not has_room:
             self._troubles.note("no_room", folder=str(self._folder.root))
-            return
+        files = files[:num_files]
         for file in files:
             file.path = self._writer.new_path()
         outcomes = self._files.write(
@@ -146,38 +151,54 @@ class FolderWriter:
         for file in written:
             self._folder.make_shard(shard_path(file.key))
         is_full = not failed.isdisjoint((errno.ENOSPC, errno.EDQUOT))
-        self._enter(written, file_bytes, num_lacking_bytes=len(files) * file_bytes * is_full)
+        self._enter(
+            written, file_bytes, num_lacking_bytes=len(files) * file_bytes if is_full else 0
+        )
+        return has_room
 
-    def _reserve(self, num_bytes: int) -> bool:
+    def _reserve(self, files: list[_File], file_bytes: int) -> int:
+        """Reserve room for the first of the files, and return for how many."""
+        num_bytes = len(files) * file_bytes
         with self._ledger.locked(LOCK_SECONDS) as entries:
             bound = self._capacity_bytes - num_bytes
+            if not self._writer.is_there():  # somebody emptied the folder
+                self._writer.close()
+                self._writer = WriterFolder(self._folder)
+                entries.stored_bytes = None
             entries.reserved.pop(self._writer.name, None)
             if entries.stored_bytes is None or _total(entries) > bound:
                 self._count(entries)
-                self._evict(entries, bound)
-            if _total(entries) > bound:  # others write more than there is room for
-                return False
-            entries.reserved[self._writer.name] = num_bytes
-        return True
+                if _total(entries) > bound:
+                    num_spare = self._capacity_bytes // _SPARE_SHARE // file_bytes
+                    # What the files hang from must stay, or nobody could find them.
+                    kept = self._index.ancestors([file.parent for file in files if file.parent])
+                    self._evict(entries, bound, num_spare * file_bytes, kept)
+            # Others may write more than there is room for, or a chain be longer than the store.
+            room = max(0, self._capacity_bytes - _total(entries)) // file_bytes
+            num_files = min(len(files), room)
+            if num_files:
+                entries.reserved[self._writer.name] = num_files * file_bytes
+        return num_files
 
     def _enter(self, files: list[_File], file_bytes: int, *, num_lacking_bytes: int) -> None:
         """Name the files, unless their parents are gone, and make the names durable."""
         named: list[_File] = []
         with self._ledger.locked(LOCK_SECONDS) as entries:
             entries.reserved.pop(self._writer.name, None)
+            if entries.stored_bytes is None:
+                self._count(entries)
             keys: set[Key] = set()
             for file in files:
                 if self._can_enter(file, keys):
                     self._folder.move(file.path, block_path(file.key, file.parent))
                     file.path = ""
+                    entries.stored_bytes = (entries.stored_bytes or 0) + file_bytes
                     keys.add(file.key)
                     named.append(file)
-            if entries.stored_bytes is not None:
-                entries.stored_bytes += len(named) * file_bytes
             if num_lacking_bytes:
                 # The disk is full: the next blocks shall find what these did not.
                 self._count(entries)
-                self._evict(entries, max(0, _total(entries) - num_lacking_bytes))
+                self._evict(entries, _total(entries) - num_lacking_bytes, 0, frozenset())
         for path in dict.fromkeys(shard_path(file.key) for file in named):
             self._folder.sync(path)
         for file in named:
@@ -210,16 +231,18 @@ class FolderWriter:
         self._index.refresh()
         entries.stored_bytes = self._index.totals()[1]
 
-    def _evict(self, entries: Entries, bound: int) -> None:
-        """Remove blocks until stored and reserved bytes are within ``bound``, and some more."""
-        if _total(entries) <= bound:
-            return
-        goal = max(0, bound - self._capacity_bytes // _SPARE_SHARE)
+    def _evict(
+        self, entries: Entries, bound: int, spare_bytes: int, kept: AbstractSet[Key]
+    ) -> None:
+        """Remove blocks, but none of ``kept``, until all is within ``bound``.
+
+        ``spare_bytes`` more go, where that takes not too long.
+        """
         num_evicted = 0
         try:
-            while _total(entries) > (goal if num_evicted < _MAX_EVICTED else bound):
+            while _total(entries) > bound - spare_bytes * (num_evicted < _MAX_EVICTED):
                 oldest = self._index.oldest()
-                if oldest is None:
+                if oldest is None or oldest[0] in kept:
                     break
                 key, path = oldest
                 self._folder.remove(path)

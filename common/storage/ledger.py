@@ -54,9 +54,9 @@ class Ledger:
 
     def __init__(self, folder: StoreFolder) -> None:
         """Open the file, and make it where it is missing; OSError when that fails."""
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-        self._fd = os.open(LEDGER, flags, 0o640, dir_fd=folder.fd)
-        self._closing = threading.Event()
+        self._folder = folder
+        self._fd = self._open()
+        self._never = threading.Event()
 
     @contextmanager
     def locked(self, timeout_seconds: float) -> Iterator[Entries]:
@@ -64,7 +64,12 @@ class Ledger:
 
         FolderBusyError when the lock was not to be had in time; OSError.
         """
-        has_lock = self._lock(time.monotonic() + timeout_seconds)
+        deadline = time.monotonic() + timeout_seconds
+        has_lock = self._lock(deadline)
+        while os.fstat(self._fd).st_nlink == 0:  # somebody emptied the folder
+            os.close(self._fd)
+            self._fd = self._open()
+            has_lock = self._lock(deadline)
         try:
             before = os.pread(self._fd, MAX_LEDGER_BYTES, 0)
             entries = _parse(before)
@@ -81,18 +86,23 @@ class Ledger:
 
     def close(self) -> None:
         """Let go of the file; a second call does nothing."""
-        self._closing.set()
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+    def _open(self) -> int:
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+        return os.open(LEDGER, flags, 0o640, dir_fd=self._folder.fd)
 
     def _lock(self, deadline: float) -> bool:
         while True:
             try:
                 fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                if time.monotonic() > deadline or self._closing.wait(_RETRY_SECONDS):
+                if time.monotonic() > deadline:
                     raise FolderBusyError from None
+                # Waiting in flock itself would have no deadline.
+                self._never.wait(_RETRY_SECONDS)
             except OSError as error:
                 if error.errno in _NO_LOCKS:
                     return False

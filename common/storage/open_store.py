@@ -11,7 +11,7 @@
 """
 
 from pathlib import Path
-from urllib.parse import parse_qsl, unquote, urlsplit, urlunsplit
+from urllib.parse import parse_qsl, unquote, urlsplit
 
 from common.config.sizes import parse_size
 from common.errors import ConfigError
@@ -41,7 +41,7 @@ def open_store(url: str, identity: StoreIdentity) -> BlockStore:
     if parts.scheme in _REDIS:
         queue_bytes = _size(url, "queue", options.pop("queue", DEFAULT_QUEUE))
         _refuse_unknown(url, options)
-        return RedisStore(urlunsplit(parts._replace(query="")), identity, queue_bytes)
+        return RedisStore(url.split("?", maxsplit=1)[0], identity, queue_bytes)
     raise ConfigError(f"--store {url}: say none, file:DIR or redis://HOST:PORT")
 
 

@@ -64,14 +64,14 @@ class RedisStore:
             redis = importlib.import_module("redis")
         except ImportError:
             raise ConfigError(
-                f"--store {url} needs the package redis: pip install 'flowpath[redis]'"
+                "a store in Redis needs the package redis: pip install 'flowpath[redis]'"
             ) from None
         try:
             self._client: _Client = redis.Redis.from_url(
                 url, socket_timeout=ANSWER_SECONDS, socket_connect_timeout=ANSWER_SECONDS
             )
         except ValueError as error:
-            raise ConfigError(f"--store {url}: {error}") from error
+            raise ConfigError(f"the store's URL: {error}") from error
         self._errors: tuple[type[Exception], ...] = (redis.RedisError, OSError)
         self._tally = Tally()
         self._troubles = Troubles("redis")
