@@ -218,9 +218,7 @@ class ControllerCore:
                 gateway.is_draining = message.is_draining
                 return [Send(key, self._cluster_state(now), cause)]
             case SubmitRequest():
-                stand_ins = self.roles.stand_in(cause)
-                effects = self._dispatcher.submit(gateway, message, payload, cause, now)
-                return [*stand_ins, *effects]
+                return self._dispatcher.submit(gateway, message, payload, cause, now)
             case CancelRequest() if message.request_id not in self.book.requests:
                 return self._cancel_everywhere(message, cause)
             case CancelRequest():

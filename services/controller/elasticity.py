@@ -161,7 +161,12 @@ class Elasticity:
             return []
         running = [name for hello in hellos for name in hello.running]
         added = frozenset(name for name in running if name.startswith(ADDED_PREFIX))
-        live = [w.view() for w in self._members.workers.values() if w.state in _LIVE]
+        self._adopt(added)
+        live = [
+            worker.view()
+            for key, worker in self._members.workers.items()
+            if worker.state in _LIVE and (key in self._retiring or not worker.is_drain_ordered)
+        ]
         change = self._scaling_planner.plan(
             self._machine.scenario,
             self._machine.pressure,
@@ -176,6 +181,14 @@ class Elasticity:
                 return self._shrink(worker, reason, cause, now)
             case None:
                 return []
+
+    def _adopt(self, added: frozenset[WorkerId]) -> None:
+        """Let added workers go on to retire that drain on the order of an earlier controller."""
+        for key, worker in self._members.workers.items():
+            is_ours = worker.is_draining and not worker.is_drain_ordered
+            if is_ours and worker.peer.worker_id in added:
+                worker.is_drain_ordered = True
+                self._retiring.add(key)
 
     def _grow(self, role: Role, reason: str, cause: str) -> list[Effect]:
         """Ask a scaler with room for one more worker; where all are combined it is one, too."""

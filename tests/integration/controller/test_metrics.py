@@ -10,21 +10,29 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from common.config.settings import Settings
 from common.errors import ErrorCode
+from common.ids import WorkerId
+from common.messages.admin import OrderDrain, OrderRole, ScalerHello, StartWorker
 from common.messages.control import (
     DecodeStarted,
     GatewayAccepted,
     Goodbye,
     HeartbeatAnswered,
+    MigrateDecode,
+    MigrationFailed,
     PlaceRequest,
     RequestFailed,
     RequestPlaced,
     RequestRefused,
+    RoleSwitched,
+    SwitchRole,
     WorkerAccepted,
 )
 from common.messages.fields import Role
+from common.transport.sockets import new_context
+from services.cli.admin import admin_link, give_order
 from services.cli.supervisor.prepare import claim_port
 from tests.integration.controller.test_server import as_gateway, as_worker, controller
-from tests.unit.controller.cluster import gateway_hello, heartbeat, kv, submit, worker_hello
+from tests.unit.controller.cluster import gateway_hello, heartbeat, kv, rates, submit, worker_hello
 
 DEADLINE_SECONDS = 10.0
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
@@ -153,3 +161,65 @@ async def test_the_age_of_a_heartbeat_grows_while_a_worker_is_silent(settings: S
         assert 0 <= ages[0] < ages[1] < ages[2] < DEADLINE_SECONDS
         worker.say(heartbeat())
         await worker.hear(HeartbeatAnswered)
+
+
+async def test_switches_moves_and_asked_for_workers_are_counted(settings: Settings) -> None:
+    settings = settings.model_copy(update={"roles": "auto", "death_seconds": 600})
+    async with (
+        controller(settings),
+        as_worker(settings, "d0") as first,
+        as_worker(settings, "d1") as second,
+        as_worker(settings, "d2") as third,
+        as_gateway(settings) as gateway,
+    ):
+        for peer, name in ((first, "d0"), (second, "d1"), (third, "d2")):
+            peer.say(worker_hello(name, Role.DECODE, host="there"))
+            await peer.hear(WorkerAccepted)
+        await give_order(settings, OrderRole(worker_id=WorkerId("d0"), role=Role.PREFILL))
+        order, _ = await first.hear(SwitchRole)
+        first.say(RoleSwitched(role=order.role, role_generation=order.role_generation))
+        await scraped(settings, "role_switches_total", 1)
+
+        gateway.say(gateway_hello(pid=os.getpid()))
+        await gateway.hear(GatewayAccepted)
+        for peer in (first, second, third):
+            peer.say(heartbeat())
+            await peer.hear(HeartbeatAnswered)
+        gateway.say(submit("r", 640), (bytes(2560),))
+        placed, _ = await gateway.hear(RequestPlaced)
+        source = {"d1": second, "d2": third}[placed.decode_worker]
+        source.say(DecodeStarted(request_id=placed.request_id))
+        await give_order(settings, OrderDrain(worker_id=placed.decode_worker, is_draining=True))
+        await source.hear(MigrateDecode)
+        await scraped(settings, "migrations_total", 1, event="started")
+        source.say(MigrationFailed(request_id=placed.request_id, message="no room"))
+        await scraped(settings, "migrations_total", 1, event="failed")
+
+
+async def test_a_worker_asked_for_under_extreme_load_is_counted(settings: Settings) -> None:
+    settings = settings.model_copy(update={"roles": "auto"})
+    busy = heartbeat(
+        kv(referenced=60),
+        uncomputed_tokens=9000,
+        num_decoding=60,
+        measured=rates(prefill=1000.0, step_seconds=0.2, decode=50.0),
+    )
+    context = new_context()
+    async with controller(settings), as_worker(settings, "c0") as worker:
+        worker.say(worker_hello("c0", Role.COMBINED, host="there"))
+        await worker.hear(WorkerAccepted)
+        worker.say(busy)
+        link = admin_link(context, settings, "scaler-1")
+        running = (WorkerId("c0"),)
+        link.try_send(
+            ScalerHello(backend="process", host="here", max_workers=2, running=running), "scaler"
+        )
+        async with asyncio.timeout(DEADLINE_SECONDS):
+            received = await anext(link.received())
+        assert received.message == StartWorker(
+            worker_id=WorkerId("extra-combined-0"), role=Role.COMBINED
+        )
+        scale = await scraped(settings, "scale_events_total", 1, event="asked_for")
+        assert scale["scenario", frozenset({"scenario": "extreme"}.items())] == 1
+        link.close()
+    context.destroy(linger=0)

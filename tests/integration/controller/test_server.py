@@ -18,7 +18,9 @@ import pytest
 from common.config.host import host_id
 from common.config.load import save_settings
 from common.config.settings import Settings
-from common.ids import Epoch, RequestId
+from common.errors import ConfigError
+from common.ids import Epoch, RequestId, WorkerId
+from common.messages.admin import OrderDrain, OrderRole, OrderRoles, RoleControl
 from common.messages.codec import Codec, Received
 from common.messages.control import (
     Cancel,
@@ -33,18 +35,23 @@ from common.messages.control import (
     HeartbeatAnswered,
     HelloRefused,
     HelloRequested,
+    KVIndexEvents,
+    KVIndexRequested,
+    PeerJoined,
     PeerLeft,
     PlaceRequest,
     RequestFailed,
     RequestFinished,
     RequestPlaced,
+    RoleSwitched,
+    SwitchRole,
     WorkerAccepted,
     WorkerToController,
 )
 from common.messages.fields import Role
 from common.transport.channels import CONTROL
 from common.transport.sockets import DealerLink, Identity, new_context
-from services.cli.admin import ask_status
+from services.cli.admin import ask_status, give_order
 from services.controller.server import ControllerServer
 from tests.unit.controller.cluster import gateway_hello, heartbeat, submit, worker_hello
 
@@ -263,6 +270,70 @@ async def test_a_restarted_controller_gets_its_members_back_with_the_same_epochs
             await gateway.hear(GatewayAccepted)
             assert list(restarted.core.members.workers) == [("p0", 7)]
             assert list(restarted.core.members.gateways) == [("g", 9)]
+
+
+async def test_a_restarted_controller_places_requests_as_soon_as_its_members_are_back(
+    settings: Settings,
+) -> None:
+    settings = settings.model_copy(update={"policy": "prefix_aware"})
+    hashes = bytes(range(16))
+    async with (
+        as_worker(settings, "p0") as prefill,
+        as_worker(settings, "d0") as decode,
+        as_gateway(settings) as gateway,
+    ):
+        members = (
+            (prefill, heartbeat(index_sequence=3), worker_hello("p0", Role.PREFILL, host="there")),
+            (decode, heartbeat(), worker_hello("d0", Role.DECODE, host="there")),
+            (gateway, GatewayHeartbeat(num_streams=0), gateway_hello(pid=os.getpid())),
+        )
+        async with controller(settings) as restarted:
+            started_at = monotonic()
+            for peer, beat, hello in members:
+                peer.say(beat)
+                await peer.hear(HelloRequested)
+                peer.say(hello)
+            await prefill.hear(WorkerAccepted)
+            prefill.say(heartbeat(index_sequence=3))
+            await prefill.hear(KVIndexRequested)
+            prefill.say(KVIndexEvents(sequence=4, is_snapshot=True), (hashes, b""))
+            await gateway.hear(GatewayAccepted)
+            await decode.hear(WorkerAccepted)
+            gateway.say(submit("r", 64), (bytes(256),))
+            await prefill.hear(PlaceRequest)
+            assert monotonic() - started_at < 3.0
+            assert restarted.core.prefixes.index.num_blocks == 1
+
+
+async def test_the_operator_s_orders_reach_the_workers_over_the_admin_channel(
+    settings: Settings,
+) -> None:
+    async with (
+        controller(settings) as server,
+        as_worker(settings, "d0") as first,
+        as_worker(settings, "d1") as second,
+    ):
+        for peer, name in ((first, "d0"), (second, "d1")):
+            peer.say(worker_hello(name, Role.DECODE, host="there"))
+            await peer.hear(WorkerAccepted)
+        done = await give_order(settings, OrderRole(worker_id=WorkerId("d0"), role=Role.PREFILL))
+        assert done == "d0 becomes prefill"
+        order, _ = await first.hear(SwitchRole)
+        joined, _ = await second.hear(PeerJoined)
+        assert (joined.peer.worker_id, joined.peer.role) == ("d0", order.role)
+        first.say(RoleSwitched(role=order.role, role_generation=order.role_generation))
+        await until(lambda: ask_roles(settings), {"d0": "prefill", "d1": "decode"})
+        with pytest.raises(ConfigError, match="d1 is the last ready decode worker"):
+            await give_order(settings, OrderDrain(worker_id=WorkerId("d1"), is_draining=True))
+        with pytest.raises(ConfigError, match="there is no worker d7; the workers are d0, d1"):
+            await give_order(settings, OrderDrain(worker_id=WorkerId("d7"), is_draining=True))
+        await give_order(settings, OrderRoles(control=RoleControl.AUTO))
+        assert server.core.roles.control is RoleControl.AUTO
+
+
+async def ask_roles(settings: Settings) -> dict[str, str]:
+    report = await ask_status(settings, DEADLINE_SECONDS)
+    return {} if report is None else {w.id: str(w.role) for w in report.workers}
 
 
 async def test_the_operator_gets_no_answer_without_a_controller(settings: Settings) -> None:

@@ -188,6 +188,25 @@ def test_low_load_drains_an_added_worker_and_stops_it_when_it_is_empty() -> None
     assert not any(key[0] in ("p0", "d0") for key, _ in only(effects, SetDraining))
 
 
+def test_a_controller_that_was_started_anew_stops_what_an_earlier_one_drained() -> None:
+    load = Load()
+    load.cluster.join("extra-decode-0", Role.DECODE, pid=300)
+    load.running = ("p0", "d0", "extra-decode-0")
+    load.draining = {"extra-decode-0"}
+    stops = [answer for answer in answers(load.rounds(3)) if isinstance(answer, StopWorker)]
+    assert stops == [StopWorker(worker_id=WorkerId("extra-decode-0"))]
+
+
+def test_a_worker_that_the_operator_drained_is_not_stopped() -> None:
+    load = Load(num_decode=2)
+    load.cluster.join("extra-decode-0", Role.DECODE, pid=300)
+    load.running = ("p0", "d0", "d1", "extra-decode-0")
+    order = OrderDrain(worker_id=WorkerId("extra-decode-0"), is_draining=True)
+    load.cluster.order(order)
+    load.draining = {"extra-decode-0"}
+    assert not any(isinstance(answer, StopWorker) for answer in answers(load.seconds(60)))
+
+
 def test_a_worker_that_the_operator_wants_back_is_not_stopped() -> None:
     load = Load()
     load.cluster.join("extra-decode-0", Role.DECODE, pid=300)
