@@ -39,8 +39,15 @@ CUT_AFTER_BYTES = 6_000_000
 KV_BYTES_PER_TOKEN = 30 * 2 * 3 * 64 * 4
 EXIT_CONFIG_ERROR = 2
 
-REAL = {"dtype": "float32", "kv_bytes": "512M", "max_num_batched_tokens": 256}
-"""As the cluster on one host that the answers are compared with; ``transport`` is ``auto``."""
+REAL = {
+    "dtype": "float32",
+    "kv_bytes": "512M",
+    "max_num_batched_tokens": 256,
+    "roles": "manual",
+    "max_resumes": 0,
+}
+"""As the cluster on one host that the answers are compared with; ``transport`` is ``auto``. What is
+decoded crosses the hosts, and what a cut ends is told by name."""
 
 
 @pytest.fixture(scope="module", autouse=True)
