@@ -4,6 +4,8 @@ import asyncio
 import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 import httpx
@@ -13,7 +15,7 @@ import pytest_asyncio
 from common.messages.admin import StatusReport, WorkerStatus
 from common.messages.fields import WorkerState
 from common.telemetry.story import read_log_folder
-from tests.support.answers import Answer, Json, events_of, gather_stream
+from tests.support.answers import Json
 from tests.support.cluster import (
     CONTROLLER,
     GATEWAY,
@@ -22,6 +24,7 @@ from tests.support.cluster import (
     ClusterOptions,
     running_cluster,
 )
+from tests.support.open_stream import OpenStream
 from tests.support.prompts import Encode
 from tests.support.undisturbed import Undisturbed, greedy_bodies, run_quietly
 
@@ -29,11 +32,13 @@ pytestmark = [pytest.mark.chaos, pytest.mark.e2e, pytest.mark.asyncio(loop_scope
 
 PATH = "/v1/completions"
 MAX_TOKENS = 64
+SERVED_AGAIN_SECONDS = 3.0
+"""After the start of another controller."""
 LONG_TOKENS = 4000
 """More than are ever decoded: such a stream is cut."""
-STEP_SECONDS = 10.0
-SETTINGS = {"heartbeat_seconds": 0.1, "death_seconds": 0.6}
-"""A silent worker whose process runs is suspect after 0.6 s and dead after 3 s."""
+SETTINGS = {"heartbeat_seconds": 0.1, "death_seconds": 0.6, "roles": "manual"}
+"""A silent worker whose process runs is suspect after 0.6 s and dead after 3 s; and nobody does the
+work of a role that is not its own."""
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -47,34 +52,6 @@ async def cluster(model_folder: Path) -> AsyncIterator[Cluster]:
 async def quiet(cluster: Cluster, encode: Encode) -> list[Undisturbed]:
     bodies = greedy_bodies(encode, (20, 90, 45), MAX_TOKENS, first=50_000)
     return await run_quietly(cluster.ask, bodies)
-
-
-class OpenStream:
-    """A streamed completion that is under way."""
-
-    def __init__(self, cluster: Cluster) -> None:
-        self.began = asyncio.Event()
-        self._arrived = asyncio.Event()
-        self._cluster = cluster
-
-    async def goes_on(self) -> None:
-        """Wait for one more event. TimeoutError when none comes."""
-        self._arrived.clear()
-        async with asyncio.timeout(STEP_SECONDS):
-            await self._arrived.wait()
-
-    async def run(self, path: str, body: Json) -> Answer:
-        """Read to the end. ClusterError for a refusal, ValueError for an error in the stream."""
-        async with self._cluster.stream(path, body) as response:
-            if response.status_code != 200:
-                text = (await response.aread()).decode()
-                raise ClusterError(f"{response.status_code} {text}")
-            events = []
-            async for event in events_of(response):
-                events.append(event)
-                self.began.set()
-                self._arrived.set()
-        return gather_stream(events, response.headers["x-request-id"])
 
 
 def _long(request: Undisturbed) -> Json:
@@ -102,7 +79,16 @@ async def test_streams_outlive_their_controller_and_its_successor_serves(
         await cluster.wait_ready()  # the others have registered again by themselves
         assert await quiet[0].ask_again(cluster.ask, is_stream=False) is None
     assert [task.result() for task in running] == [None, None, None]
+    assert _seconds_until_served(cluster) < SERVED_AGAIN_SECONDS
     await cluster.wait_idle()
+
+
+def _seconds_until_served(cluster: Cluster) -> float:
+    """Return how long the last controller ran before it placed a request."""
+    log = read_log_folder(cluster.log_dir)
+    started = [entry.ts for entry in log if entry.event == "controller_started"][-1]
+    placed = next(e.ts for e in log if e.event == "request_placed" and e.ts > started)
+    return (datetime.fromisoformat(placed) - datetime.fromisoformat(started)).total_seconds()
 
 
 async def test_requests_of_a_gateway_that_died_are_cancelled(
@@ -167,38 +153,63 @@ async def test_a_worker_that_stops_for_a_second_breaks_nothing(
     assert (after.epoch, after.state) == (before.epoch, WorkerState.READY)
 
 
-async def test_a_decode_worker_that_stops_for_long_is_fenced_and_comes_back_as_another(
+async def test_streams_of_a_decode_worker_that_stops_for_long_go_on_once_it_is_back_as_another(
     cluster: Cluster, quiet: list[Undisturbed]
 ) -> None:
-    before = await cluster.worker("decode-0")
-    stream = OpenStream(cluster)
+    before = await _incarnation(cluster, "decode-0")
+    streams = [OpenStream(cluster) for _ in quiet]
     async with asyncio.TaskGroup() as group:
-        running = group.create_task(_error_of(stream, _long(quiet[0])))
-        await stream.began.wait()
+        running = [
+            group.create_task(request.ask_again(stream.run, is_stream=True))
+            for stream, request in zip(streams, quiet, strict=True)
+        ]
+        for stream in streams:
+            await stream.began.wait()
         with _stopped(cluster, "decode-0"):
-            await running
-    assert "worker_died" in running.result()
+            await cluster.wait_until(
+                "it is lost", lambda report: _worker(report, "decode-0") is None
+            )
+            with pytest.raises(ClusterError, match=r"503.*no decode worker is ready"):
+                await cluster.ask(PATH, quiet[1].body)
+    assert [task.result() for task in running] == [None, None, None]
     await _check_return(cluster, quiet, before)
 
 
-async def test_a_prefill_worker_that_stops_for_long_is_fenced_and_comes_back_as_another(
+async def test_prompts_of_a_prefill_worker_that_stops_for_long_go_on_once_it_is_back_as_another(
     cluster: Cluster, quiet: list[Undisturbed]
 ) -> None:
-    before = await cluster.worker("prefill-0")
+    before = await _incarnation(cluster, "prefill-0")
     stream = OpenStream(cluster)
     async with asyncio.TaskGroup() as group:
         handed_over = group.create_task(stream.run(PATH, _long(quiet[0])))
         await cluster.wait_until("it decodes", _is_decoding)
         with _stopped(cluster, "prefill-0"):
-            waiting = group.create_task(_error_of(OpenStream(cluster), quiet[1].body))
+            waiting = group.create_task(quiet[1].ask_again(cluster.ask, is_stream=False))
             await cluster.wait_until(
                 "it is lost", lambda report: _worker(report, "prefill-0") is None
             )
-            assert "worker_died" in await waiting
             await stream.goes_on()
             handed_over.cancel()
             with pytest.raises(ClusterError, match=r"503.*no prefill worker is ready"):
                 await cluster.ask(PATH, quiet[1].body)
+        assert await waiting is None
+    await _check_return(cluster, quiet, before)
+
+
+async def test_a_client_that_leaves_while_nobody_serves_its_stream_leaves_nothing(
+    cluster: Cluster, quiet: list[Undisturbed]
+) -> None:
+    before = await _incarnation(cluster, "decode-0")
+    stream = OpenStream(cluster)
+    async with asyncio.TaskGroup() as group:
+        running = group.create_task(stream.run(PATH, _long(quiet[0])))
+        await stream.began.wait()
+        with _stopped(cluster, "decode-0"):
+            await cluster.wait_until(
+                "it is lost", lambda report: _worker(report, "decode-0") is None
+            )
+            running.cancel()
+            await cluster.wait_until("its stream is gone", lambda report: not _num_streams(report))
     await _check_return(cluster, quiet, before)
 
 
@@ -216,33 +227,40 @@ def _is_decoding(report: StatusReport) -> bool:
     return worker is not None and worker.load is not None and worker.load.num_decoding > 0
 
 
-async def _error_of(stream: OpenStream, body: Json) -> str:
-    """Return the error that ends a stream, before or after it has begun."""
-    try:
-        await stream.run(PATH, body)
-    except (ValueError, ClusterError) as error:
-        return str(error)
-    return "none"
+def _num_streams(report: StatusReport) -> int:
+    return sum(gateway.num_streams for gateway in report.gateways)
 
 
-async def _check_return(
-    cluster: Cluster, quiet: list[Undisturbed], before: WorkerStatus | None
-) -> None:
+@dataclass(frozen=True, slots=True)
+class _Incarnation:
+    """A worker as it is now, and how often it was fenced so far."""
+
+    worker: WorkerStatus
+    num_fenced: int
+
+
+async def _incarnation(cluster: Cluster, name: str) -> _Incarnation:
+    worker = await cluster.worker(name)
+    assert worker is not None
+    return _Incarnation(worker, _num_fenced(cluster, name))
+
+
+def _num_fenced(cluster: Cluster, name: str) -> int:
+    log = read_log_folder(cluster.log_dir)
+    return sum((entry.process, entry.event) == (name, "fenced") for entry in log)
+
+
+async def _check_return(cluster: Cluster, quiet: list[Undisturbed], before: _Incarnation) -> None:
     """Wait until the worker is back as another incarnation that works."""
-    assert before is not None
+    name, epoch = before.worker.id, before.worker.epoch
 
     def is_back(report: StatusReport) -> bool:
-        worker = _worker(report, before.id)
-        return worker is not None and worker.epoch != before.epoch and worker.kv is not None
+        worker = _worker(report, name)
+        return worker is not None and worker.epoch != epoch and worker.kv is not None
 
-    await cluster.wait_until(f"{before.id} is back with a new epoch", is_back)
+    await cluster.wait_until(f"{name} is back with a new epoch", is_back)
     await cluster.wait_ready()
     for request in quiet:
         assert await request.ask_again(cluster.ask, is_stream=False) is None
     await cluster.wait_idle()
-    fenced = [
-        entry
-        for entry in read_log_folder(cluster.log_dir)
-        if (entry.process, entry.event) == (before.id, "fenced")
-    ]
-    assert len(fenced) == 1
+    assert _num_fenced(cluster, name) == before.num_fenced + 1

@@ -1,20 +1,27 @@
 """One request id rebuilds the story of a request from the log files alone."""
 
+import asyncio
+import json
 import signal
+import sys
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from time import monotonic
 
 import pytest
 import pytest_asyncio
 
 from common.telemetry.story import LogEntry, request_story
+from services.cli.explain import explain
 from tests.support.answers import Json, events_of
-from tests.support.cluster import Cluster, ClusterOptions, running_cluster
+from tests.support.cluster import REPOSITORY, Cluster, ClusterOptions, running_cluster
 from tests.support.prompts import Encode, exact_prompt
 
 pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="session")]
 
 TEXT = "/v1/completions"
+KV_BYTES_PER_TOKEN = 30 * 2 * 3 * 64 * 4
 LONG_ANSWER: Json = {"prompt": "Once", "max_tokens": 400, "temperature": 0, "ignore_eos": True}
 
 TO_DECODE = (
@@ -31,8 +38,10 @@ TO_DECODE = (
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def fragile(model_folder: Path) -> AsyncIterator[Cluster]:
-    """A cluster whose workers may be killed."""
-    options = ClusterOptions(model_folder, settings={"max_queue": 1})
+    """A cluster whose workers may be killed; nobody takes over what they did."""
+    options = ClusterOptions(
+        model_folder, settings={"max_queue": 1, "max_resumes": 0, "roles": "manual"}
+    )
     async with running_cluster(options) as cluster:
         yield cluster
 
@@ -123,6 +132,75 @@ async def test_the_story_of_a_request_whose_prefix_was_cached(
     assert _entry(story, "decode-0 reserved").fact("num_cached_blocks") == 3
 
 
+async def test_the_phases_of_a_request_are_told_in_its_usage_and_explained(
+    split: Cluster, encode: Encode
+) -> None:
+    prompt = exact_prompt("", 300, first=9700).token_ids(encode)
+    body = {"prompt": prompt, "max_tokens": 6, "temperature": 0, "ignore_eos": True}
+    whole = await _phases_of(split, {**body, "x_phases": True})
+    assert {"place", "queue", "prefill", "decode"} <= set(whole.phases)
+    assert whole.phases["prefill"]["num_tokens"] == 300
+    if "transfer" in whole.phases:
+        transfer = whole.phases["transfer"]
+        assert transfer["num_bytes"] >= 300 * KV_BYTES_PER_TOKEN
+        assert transfer["num_calls"] >= 1
+        assert transfer["gigabytes_per_second"] > 0
+    num_decoded = whole.phases["decode"]["num_tokens"]
+    assert num_decoded == 5, "the first token is the prefill's"
+    assert sum(phase["seconds"] for phase in whole.phases.values()) < 2 * whole.seconds
+
+    await split.wait_idle()
+    found = explain(split.log_dir, whole.request_id)
+    assert [asdict(row) for row in found.phases] == list(whole.phases.values())
+    spans = {span.name: span for span in found.spans}
+    assert {"place", "queue", "prefill", "decode"} <= set(spans)
+    assert all(span.end is not None for span in found.spans)
+    assert spans["prefill"].start >= spans["place"].start
+    placed = next(d for d in found.decisions if d.event == "request_placed")
+    assert placed.reason
+    assert dict(placed.inputs)["policy"] == "flowkv"
+    command = ("explain", whole.request_id, "--log-dir", str(split.log_dir))
+    printed = await _flowpath(*command)
+    for word in ("prefill", "decode", "request_placed", placed.reason):
+        assert word in printed
+    as_json = await _flowpath(
+        "explain", whole.request_id, "--log-dir", str(split.log_dir), "--json"
+    )
+    assert json.loads(as_json)["phases"] == list(whole.phases.values())
+
+
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """A request with the phases that its usage told, by their names."""
+
+    request_id: str
+    seconds: float
+    phases: dict[str, Json]
+
+
+async def _phases_of(cluster: Cluster, body: Json) -> _Told:
+    began = monotonic()
+    response = await cluster.client.post(TEXT, json={"model": cluster.model_name, **body})
+    seconds = monotonic() - began
+    phases = response.json()["usage"]["x_phases"]
+    assert len({phase["name"] for phase in phases}) == len(phases), phases
+    request_id = response.headers["x-request-id"]
+    return _Told(request_id, seconds, {phase["name"]: phase for phase in phases})
+
+
+async def _flowpath(*arguments: str) -> str:
+    """Run a command line and return what it prints."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "services.cli", *arguments),
+        cwd=REPOSITORY,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    async with asyncio.timeout(60):
+        printed, _ = await process.communicate()
+    assert process.returncode == 0
+    return printed.decode()
+
+
 async def test_the_stories_of_a_killed_and_of_a_refused_request(fragile: Cluster) -> None:
     async with fragile.stream(TEXT, LONG_ANSWER) as response:
         events = events_of(response)
@@ -159,6 +237,8 @@ async def test_the_stories_of_a_killed_and_of_a_refused_request(fragile: Cluster
     assert refusal.fact("code") == "no_worker"
     assert "decode" in str(refusal.fact("reason"))
     assert {entry.process for entry in story} == {"gateway-0", "controller"}
+    assert explain(fragile.log_dir, killed_id).outcome == "failed: worker_died"
+    assert explain(fragile.log_dir, refused.headers["x-request-id"]).outcome.startswith("refused")
 
     await fragile.restart("decode-0")
     answer = await fragile.ask(TEXT, {"prompt": "Hello", "max_tokens": 2, "temperature": 0})

@@ -20,11 +20,14 @@ class Undisturbed:
     quiet: ChoiceAnswer
 
     async def ask_again(self, ask: Ask, *, is_stream: bool) -> str | None:
-        """Ask once more, and say how the answer differs from the quiet one.
+        """Ask once more, and say how the answer differs from the quiet one."""
+        return self.compare(await ask("/v1/completions", {**self.body, "stream": is_stream}))
+
+    def compare(self, answer: Answer) -> str | None:
+        """Say how an answer differs from the quiet one.
 
         Where the two best logprobs were a tie, what follows is not compared.
         """
-        answer = await ask("/v1/completions", {**self.body, "stream": is_stream})
         choice = answer.choices[0]
         if (choice.token_ids, choice.finish_reason) == (
             self.quiet.token_ids,
