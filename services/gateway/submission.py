@@ -106,6 +106,7 @@ class ClusterSubmission:
         self._is_orphan = False
         self._losses: dict[RequestId, _Loss] = {}
         self._placed: set[RequestId] = set()
+        self._successors: set[RequestId] = set()
         self._finished: set[RequestId] = set()
         timeout = link.request_timeout_seconds
         self._deadline = monotonic() + timeout if timeout else None
@@ -151,7 +152,9 @@ class ClusterSubmission:
         """Put a delta in order. Raises RemoteProtocolError when it cannot belong here."""
         self._heard_at = monotonic()
         self._pending.add(self._order.add(delta))
-        self._ledger.went_on(self._heard_at)
+        if delta.request_id in self._successors:
+            self._successors.clear()
+            self._ledger.went_on(self._heard_at)
         self._ledger.add(delta.phases)
         if not self._order.has_gap:
             self._gap_since = None
@@ -185,6 +188,7 @@ class ClusterSubmission:
         self._ledger.lost(monotonic())
         self._is_orphan &= bool(self._attempts.live)
         for successor in self._attempts.go_on(attempt, choices, self._order.emitted):
+            self._successors.add(successor.request_id)
             self._losses[successor.request_id] = _Loss(error, monotonic() + RESUME_SECONDS)
             self._link.adopt(self, successor, error)
             self._ask(successor)
