@@ -12,13 +12,15 @@ A sequence that is to go on elsewhere is ``frozen``: no longer planned, never pr
 
 from bisect import insort
 from collections import deque
-from collections.abc import MutableSequence
+from collections.abc import Callable, MutableSequence
 from heapq import nsmallest
 
 from common.scheduler.effects import Effect, Preempted, SwapIn, SwapOut
 from common.scheduler.request import Sequence
 from common.scheduler.sequence_blocks import SequenceBlocks
 from common.scheduler.steps import PlannedRow, StepDraft
+
+Outgrew = Callable[[Sequence], list[Effect]]
 
 
 class DecodeScheduler:
@@ -60,54 +62,54 @@ class DecodeScheduler:
             if sequence in queue:
                 queue.remove(sequence)
 
-    @property
-    def num_ready(self) -> int:
-        """Sequences that could get a token in the next step."""
-        return sum(sequence.can_decode for sequence in self.running)
+    def ready(self) -> list[Sequence]:
+        """Return the sequences that could get a token in the next step, oldest first."""
+        return [sequence for sequence in self.running if sequence.can_decode]
 
     @property
     def is_short_of_room(self) -> bool:
         """Whether any sequence waits for blocks."""
         return bool(self.waiting or self.swapped)
 
-    def outgrown(self) -> list[Sequence]:
-        """Return sequences whose next token no empty pool could hold. None is in a step."""
-        return [
-            sequence
-            for queue in (self.running, self.waiting)
-            for sequence in queue
-            if not sequence.is_in_step and not self._held.can_ever_hold(sequence.next_length)
-        ]
+    def plan(
+        self, draft: StepDraft, ready: list[Sequence], max_rows: int, outgrew: Outgrew
+    ) -> list[Effect]:
+        """Plan one token for each of at most ``max_rows`` of these, which have no row yet.
 
-    def plan(self, draft: StepDraft, max_rows: int) -> list[Effect]:
-        """Plan one token for each of at most ``max_rows`` sequences that have no row yet."""
+        ``outgrew`` ends a sequence whose next token no empty pool could hold.
+        """
         effects: list[Effect] = []
         gives_way: Sequence | None = None
-        for sequence in self._whose_turn(draft, max_rows):
+        for sequence in self._whose_turn(draft, ready, max_rows):
             if not sequence.block_table or sequence is gives_way:
                 continue  # it was preempted just now, or will be before the next step
             while not self._held.grow(sequence):
+                if not self._held.can_ever_hold(sequence.next_length):
+                    if not sequence.is_in_step:  # else its last token is still to come
+                        effects += outgrew(sequence)
+                    break
                 newest = self.running[-1]
                 if newest.is_in_step or draft.has(newest):
                     gives_way = newest
                     break
-                effects += self._preempt(newest)
+                fits = self._held.can_ever_hold(newest.next_length)
+                effects += self._preempt(newest) if fits else outgrew(newest)
                 if newest is sequence:
                     break
             else:
                 draft.add(_row(sequence))
         return effects
 
-    def _whose_turn(self, draft: StepDraft, max_rows: int) -> list[Sequence]:
+    def _whose_turn(self, draft: StepDraft, ready: list[Sequence], max_rows: int) -> list[Sequence]:
         """Choose by who has waited longest; return the oldest first, who may preempt the others."""
         room = min(max_rows, draft.rows_left, draft.tokens_left)
-        ready = [s for s in self.running if s.can_decode and not draft.has(s)]
         if len(ready) <= room:
             return ready
         chosen = nsmallest(room, ready, key=lambda sequence: (sequence.last_planned, sequence.turn))
         for turn, sequence in enumerate(chosen):
             sequence.turn = turn
-        return [sequence for sequence in ready if sequence in chosen]
+        members = set(chosen)
+        return [sequence for sequence in ready if sequence in members]
 
     def _preempt(self, sequence: Sequence) -> list[Effect]:
         self.running.remove(sequence)

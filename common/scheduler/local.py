@@ -240,32 +240,35 @@ class LocalScheduler:
         if len(self._open_steps) > 1:
             raise LocalProtocolError("two steps are open already")
         effects: list[Effect] = []
-        for sequence in self._decode.outgrown():
-            effects += self._book.finish_sequence(sequence, FinishReason.LENGTH)
         draft = StepDraft(
             self._num_planned, self._limits.max_num_batched_tokens, self._limits.max_num_seqs
         )
-        num_ready = self._decode.num_ready
+        ready = self._decode.ready()
         has_prompts = self._prefill.has_work or bool(self._decode.waiting)
-        self._modes.observe(
-            Pressure(
-                len(self._prefill.waiting),
-                self._rates.token_seconds if num_ready else 0.0,
-                self._held.share_in_use(),
-            )
-        )
+        self._modes.observe(self._pressure(is_decoding=bool(ready)))
         max_decodes = self._modes.num_decode_tokens(draft.tokens_left, has_prompts=has_prompts)
-        effects += self._decode.plan(draft, max_decodes)
-        num_left_out = num_ready - len(draft.rows)
+        effects += self._decode.plan(draft, ready, max_decodes, self._outgrew)
+        num_left_out = len(ready) - len(draft.rows)
         effects += self._decode.resume(draft)
         if has_prompts:
             effects += self._plan_prompts(draft, num_left_out)
-        if max_decodes < num_ready:
-            effects += self._decode.plan(draft, draft.rows_left)  # what the prompts left
+        if max_decodes < len(ready):  # they get what the prompts left
+            rest = [sequence for sequence in ready if not draft.has(sequence)]
+            effects += self._decode.plan(draft, rest, draft.rows_left, self._outgrew)
         if not draft.rows:
             return None, effects
-        self._modes.note_planned(has_both=has_prompts and num_ready > 0)
+        self._modes.note_planned(has_both=has_prompts and bool(ready))
         return self._open(draft), effects
+
+    def _pressure(self, *, is_decoding: bool) -> Pressure:
+        return Pressure(
+            num_waiting=len(self._prefill.waiting),
+            token_seconds=self._rates.token_seconds if is_decoding else 0.0,
+            load=self._held.share_in_use() if self._modes.asks_for_load else 0.0,
+        )
+
+    def _outgrew(self, sequence: Sequence) -> list[Effect]:
+        return self._book.finish_sequence(sequence, FinishReason.LENGTH)
 
     def _plan_prompts(self, draft: StepDraft, num_left_out: int) -> list[Effect]:
         max_tokens = draft.tokens_left

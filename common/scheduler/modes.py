@@ -86,6 +86,11 @@ class ModeMachine:
         """The mode of the next step."""
         return self._own_mode if self._directive is None else self._directive
 
+    @property
+    def asks_for_load(self) -> bool:
+        """Whether the load can make a difference now: it only ever ends a mode."""
+        return self._own_mode is not Mode.BALANCED
+
     def direct(self, mode: Mode | None, num_steps: int) -> None:
         """Let ``mode`` lead the next ``num_steps`` steps that have both kinds of work.
 

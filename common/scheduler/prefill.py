@@ -31,8 +31,7 @@ class PrefillScheduler:
         self.receiving: list[Sequence] = []
         self.running: list[Sequence] = []
         self.sending: list[Sequence] = []
-        self.is_short_of_room = False
-        """Whether the next to be admitted found no room when it was last tried."""
+        self._found_no_room = False
 
     def add(self, sequence: Sequence, *, awaits_prefix: bool) -> None:
         """Take a prompt in, as the newest."""
@@ -62,6 +61,11 @@ class PrefillScheduler:
     def has_work(self) -> bool:
         """Whether any prompt may be computed now, if there is room."""
         return bool(self.waiting) or any(s.pending is None for s in self.running)
+
+    @property
+    def is_short_of_room(self) -> bool:
+        """Whether a prompt waits that found no room when it was last tried."""
+        return self._found_no_room and bool(self.waiting)
 
     @property
     def num_to_decode_here(self) -> int:
@@ -103,14 +107,14 @@ class PrefillScheduler:
                 is_bound = not queue[0].request.is_remote
                 if budget < 1 or draft.rows_left < 1 or (is_bound and max_new < 1):
                     return effects
-                self.is_short_of_room = not self._held.acquire(queue[0])
-                if self.is_short_of_room:
+                self._found_no_room = not self._held.acquire(queue[0])
+                if self._found_no_room:
                     return effects
                 sequence = queue.popleft()
                 max_new -= is_bound
                 effects += self._admit(sequence)
                 budget = self._plan_chunk(sequence, draft, budget)
-        self.is_short_of_room = False
+        self._found_no_room = False
         return effects
 
     def _admit(self, sequence: Sequence) -> list[Effect]:

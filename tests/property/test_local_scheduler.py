@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from contextlib import suppress
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -182,7 +183,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert num_tokens >= num_sure, f"{num_tokens} tokens planned of {num_sure} that could be"
         decode, prefill = self.scheduler._decode, self.scheduler._prefill
         is_waiting = bool(decode.waiting or prefill.waiting) and not decode.swapped
-        assert not is_waiting or prefill.is_short_of_room, "prompts wait though there is room"
+        assert not is_waiting or prefill._found_no_room, "prompts wait though there is room"
 
     @rule(
         mode=st.sampled_from([None, *Mode]),
@@ -235,17 +236,23 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not was_accepted and migration is not None:
             self.bench.take(self.scheduler.thaw(RequestId(name)))
 
-    @precondition(lambda self: self.names)
-    @rule(which=st.integers(0, 99))
+    def freezable(self) -> list[RequestId]:
+        return [
+            request_id
+            for request_id in self.scheduler.request_ids()
+            if (request := self.scheduler.find(request_id)) is not None
+            and request.phase is RequestPhase.DECODING
+            and len(request.live_choices) == 1
+        ]
+
+    @precondition(lambda self: self.freezable())
+    @rule(which=st.integers(0, 9))
     def freeze(self, which: int) -> None:
-        request_id = RequestId(self.names[which % len(self.names)])
-        request = self.scheduler.find(request_id)
-        try:
+        request_ids = self.freezable()
+        request_id = request_ids[which % len(request_ids)]
+        # A preempted one cannot be.
+        with suppress(LocalProtocolError):
             self.bench.take(self.scheduler.freeze(request_id))
-        except LocalProtocolError:
-            return
-        assert request is not None
-        assert len(request.live_choices) == 1
 
     def still(self) -> list[str]:
         """Frozen requests that no step has and no handoff reads."""
@@ -408,8 +415,8 @@ def moves_of(machine: SchedulerMachine, rng: random.Random) -> list[Callable[[],
         steps += [lambda: machine.direct(mode, rng.randrange(12))]
     if machine.awaiting:
         steps += [lambda: machine.prefix_arrives(rng.randrange(10))]
-    if machine.names and rng.random() < 0.3:
-        steps += [lambda: machine.freeze(rng.randrange(100))] * 2
+    if machine.freezable():
+        steps += [lambda: machine.freeze(rng.randrange(10))]
     if machine.still():
         steps += [lambda: machine.end_a_freeze(rng.randrange(10), rng.random() < 0.7)]
     if machine.on_the_way and machine.scheduler.can_reserve():

@@ -225,6 +225,17 @@ def test_a_worker_with_preempted_sequences_takes_no_reservations() -> None:
     assert not bench.scheduler.can_reserve()
 
 
+def test_reservations_are_taken_again_when_what_found_no_room_is_cancelled() -> None:
+    bench = Bench(num_blocks=4)
+    bench.add(new_request("a", prompt(9), max_tokens=3))
+    bench.step()
+    bench.add(new_request("big", prompt(9, 100)))
+    bench.step()
+    assert not bench.scheduler.can_reserve()
+    bench.cancel("big")
+    assert bench.scheduler.can_reserve()
+
+
 def test_a_lone_decode_that_cannot_grow_waits_for_a_transfers_blocks() -> None:
     bench = Bench(num_blocks=4, budget=16)
     bench.add(new_request("a", prompt(7), max_tokens=4))
