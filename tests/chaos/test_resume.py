@@ -26,7 +26,7 @@ NUM_KILLS = 3
 NUM_SOAK_KILLS = 20
 LENGTHS = {"decode": (9, 40, 77, 150, 20, 110), "prefill": (100, 160, 240, 120, 200, 140)}
 """Prompt lengths in tokens: long ones, where a prefill worker is to be met at work."""
-MAX_TOKENS = 32
+MAX_TOKENS = 24
 IS_BUSY: dict[str, Callable[[WorkerStatus], bool]] = {
     "decode": lambda worker: worker.load is not None and worker.load.num_decoding > 1,
     "prefill": lambda worker: worker.load is not None and worker.load.uncomputed_tokens > 0,
@@ -86,7 +86,8 @@ class Killer:
                 for place, stream in enumerate(streams)
             ]
             report = await self._cluster.wait_until("a worker to kill", self._has_victim)
-            victim, killed_at = self._victims(report)[0].id, datetime.now(UTC).isoformat()
+            victim = self._victims(report)[0].id
+            killed_at, since = datetime.now(UTC).isoformat(), monotonic()
             await self._cluster.kill(victim)
         await self._cluster.restart(victim)
         assert await self._differences(bodies, [task.result() for task in running]) == []
@@ -96,7 +97,7 @@ class Killer:
             sum(entry.event == "request_resumed" for entry in log),
             _seconds_to_news(log, killed_at),
             _num_resumed_tokens(log) / rate,
-            max(stream.longest_gap for stream in streams),
+            max(stream.longest_gap(since) for stream in streams),
         )
 
     async def _differences(self, bodies: Sequence[Json], answers: Sequence[Answer]) -> list[str]:

@@ -16,14 +16,14 @@ class OpenStream:
     def __init__(self, cluster: Cluster) -> None:
         self.began = asyncio.Event()
         self.times: list[float] = []
-        """When each event came, on our clock."""
+        """When it was asked for, and when each event came, on our clock."""
         self._arrived = asyncio.Event()
         self._cluster = cluster
 
-    @property
-    def longest_gap(self) -> float:
-        """The longest time between two events, in seconds."""
-        return max((later - earlier for earlier, later in pairwise(self.times)), default=0.0)
+    def longest_gap(self, since: float) -> float:
+        """Return the longest time without an event since then, in seconds, until the last one."""
+        gaps = [later - max(earlier, since) for earlier, later in pairwise(self.times)]
+        return max(gaps, default=0.0)
 
     async def goes_on(self) -> None:
         """Wait for one more event. TimeoutError when none comes."""
