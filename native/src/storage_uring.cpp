@@ -90,15 +90,16 @@ io_uring_sqe* Uring::next_entry() noexcept {
     io_uring_sqe* const entry = &sqes_[index];
     std::memset(entry, 0, sizeof *entry);
     sq_array_[index] = index;
-    // The kernel looks at the entries no sooner than in submit_and_wait.
+    // The kernel looks at the entries no sooner than in submit.
     std::atomic_ref(*sq_tail_).store(tail + 1, std::memory_order_release);
     ++num_prepared_;
     return entry;
 }
 
-int Uring::submit_and_wait() noexcept {
-    const long done = syscall(SYS_io_uring_enter, fd_, num_prepared_, 1U, IORING_ENTER_GETEVENTS,
-                              nullptr, std::size_t{0});
+int Uring::submit(unsigned num_awaited) noexcept {
+    // Without a wait the call is still needed where the kernel has completions to hand over.
+    const long done = syscall(SYS_io_uring_enter, fd_, num_prepared_, num_awaited,
+                              IORING_ENTER_GETEVENTS, nullptr, std::size_t{0});
     if (done >= 0) {
         num_prepared_ -= static_cast<unsigned>(done);
         return 0;

@@ -4,7 +4,11 @@
 #ifdef FLOWPATH_HAS_URING
 
 #include <fcntl.h>
+#if __has_include(<linux/openat2.h>)
+#include <linux/openat2.h>
+#endif
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -24,6 +28,10 @@ constexpr std::size_t max_registered_bytes = std::size_t{1} << 30;
 
 // How often a file is read in all when reads come back short although it is long enough.
 constexpr int max_attempts = 3;
+
+// Registered memory spares the kernel to look up and hold every page. It takes an operation for each
+// of header and payload, which only pays from some pages on.
+constexpr std::size_t min_fixed_bytes = 256 * 1024;
 
 // Header and payload of one file are at most two operations at a time.
 constexpr unsigned operations_per_file = 2;
@@ -57,7 +65,7 @@ struct Slot {
     bool is_syncing = false;
     int num_pending = 0;
     int num_attempts = 0;
-    int error = 0;
+    std::int32_t error = 0;  // or what else the outcome is
     std::size_t num_moved = 0;
     std::byte* header = nullptr;
     AlignedMemory staging;
@@ -88,6 +96,21 @@ public:
     Operations(Uring& ring, const Registered& registered, int root_fd)
         : ring_(ring), registered_(registered), root_fd_(root_fd) {}
 
+    // Opens at once where that needs no look at the disk; the descriptor, or -1.
+    int open_cached(const Slot& slot, const char* path) const noexcept {
+#if defined(SYS_openat2) && defined(RESOLVE_CACHED)
+        open_how how{};
+        how.flags = static_cast<std::uint64_t>(O_RDONLY | O_CLOEXEC | O_NOFOLLOW |
+                                               (slot.is_direct ? O_DIRECT : 0));
+        how.resolve = RESOLVE_CACHED;
+        return static_cast<int>(syscall(SYS_openat2, root_fd_, path, &how, sizeof how));
+#else
+        (void)slot;
+        (void)path;
+        return -1;
+#endif
+    }
+
     void open(Slot& slot, const char* path, int flags) {
         const int direct = slot.is_direct ? O_DIRECT : 0;
         io_uring_sqe* const entry = begin(slot, IORING_OP_OPENAT);
@@ -98,10 +121,9 @@ public:
     }
 
     void read_both(Slot& slot, std::byte* into, std::size_t payload_bytes) {
-        const int at = registered_.find(into, payload_bytes);
-        const int header_at = registered_.find(slot.header, page_bytes);
-        if (at >= 0 && header_at >= 0) {
-            // Adjacent on the disk and submitted together: the kernel makes one command of them.
+        const int at = payload_bytes < min_fixed_bytes ? -1 : registered_.find(into, payload_bytes);
+        const int header_at = at < 0 ? -1 : registered_.find(slot.header, page_bytes);
+        if (header_at >= 0) {
             move_fixed(slot, IORING_OP_READ_FIXED, slot.header, page_bytes, 0, header_at);
             move_fixed(slot, IORING_OP_READ_FIXED, into, payload_bytes, page_bytes, at);
             return;
@@ -158,36 +180,46 @@ private:
     int root_fd_;
 };
 
-// Runs jobs 0 .. num_jobs - 1, as many at a time as there are slots. The machine begins a job with
-// start(slot); advance(slot, result) takes each result and is true when the job is done. Returns an
-// errno where the ring itself failed.
+// Runs jobs 0 .. num_jobs - 1 with `depth` of them in flight. The machine begins a job with
+// start(slot, job); advance(slot, result) takes each result and is true when nothing of the job is
+// in flight any more; finish(slot) then does what takes the processor, while other jobs are in
+// flight: there are twice as many slots. Returns an errno where the ring itself failed.
 template <typename Machine>
 int run_jobs(Uring& ring, std::span<Slot> slots, std::size_t num_jobs, Machine& machine) {
+    const std::size_t depth = slots.size() / 2;
     std::vector<std::size_t> idle;
-    for (std::size_t i = std::min(slots.size(), num_jobs); i-- > 0;) {
+    std::vector<std::size_t> moved;
+    for (std::size_t i = slots.size(); i-- > 0;) {
         idle.push_back(i);
     }
-    const std::size_t num_used = idle.size();
     std::size_t next = 0;
+    std::size_t num_in_flight = 0;
     while (true) {
-        while (next < num_jobs && !idle.empty()) {
+        while (next < num_jobs && num_in_flight < depth && !idle.empty()) {
             Slot& slot = slots[idle.back()];
             idle.pop_back();
             machine.start(slot, next++);
+            ++num_in_flight;
         }
-        if (idle.size() == num_used) {
+        if (num_in_flight == 0 && moved.empty()) {
             return 0;
         }
-        if (const int error = ring.submit_and_wait(); error != 0) {
+        if (const int error = ring.submit(moved.empty() ? 1 : 0); error != 0) {
             return error;
         }
         ring.reap([&](std::uint64_t number, int result) {
             Slot& slot = slots[number];
             --slot.num_pending;
             if (machine.advance(slot, result)) {
-                idle.push_back(slot.number);
+                moved.push_back(slot.number);
+                --num_in_flight;
             }
         });
+        if (!moved.empty()) {
+            machine.finish(slots[moved.back()]);
+            idle.push_back(moved.back());
+            moved.pop_back();
+        }
     }
 }
 
@@ -204,7 +236,12 @@ public:
 
     void start(Slot& slot, std::size_t job) {
         slot.begin(job, is_direct_);
-        operations_.open(slot, reads_[job].path, O_RDONLY);
+        slot.fd = operations_.open_cached(slot, reads_[job].path);
+        if (slot.fd >= 0) {
+            read(slot);
+        } else {
+            operations_.open(slot, reads_[job].path, O_RDONLY);
+        }
     }
 
     bool advance(Slot& slot, int result) {
@@ -220,17 +257,26 @@ public:
             return false;
         }
         if (slot.error == 0 && slot.num_moved == page_bytes + payload_bytes_) {
-            return finish(slot, verify(slot));
+            return true;
         }
         if (slot.error == 0 && is_too_short(slot)) {
-            return finish(slot, block_truncated);
+            slot.error = block_truncated;
+            return true;
         }
-        if ((slot.error != 0 && slot.error != EAGAIN && slot.error != EINTR) ||
-            ++slot.num_attempts == max_attempts) {
-            return finish(slot, slot.error != 0 ? slot.error : EIO);
+        const bool may_repeat = slot.error == 0 || slot.error == EAGAIN || slot.error == EINTR;
+        if (!may_repeat || ++slot.num_attempts == max_attempts) {
+            slot.error = slot.error != 0 ? slot.error : EIO;
+            return true;
         }
         read(slot);
         return false;
+    }
+
+    void finish(Slot& slot) {
+        outcomes_[slot.job] = slot.error != 0 ? slot.error : verify(slot);
+        if (slot.fd >= 0) {
+            close(slot.fd);
+        }
     }
 
 private:
@@ -241,7 +287,7 @@ private:
             return false;
         }
         if (result < 0) {
-            outcomes_[slot.job] = -result;
+            slot.error = -result;
             return true;
         }
         slot.fd = result;
@@ -279,12 +325,6 @@ private:
         return outcome;
     }
 
-    bool finish(Slot& slot, std::int32_t outcome) {
-        close(slot.fd);
-        outcomes_[slot.job] = outcome;
-        return true;
-    }
-
     Operations& operations_;
     std::span<const BlockRead> reads_;
     std::size_t payload_bytes_;
@@ -315,16 +355,29 @@ public:
         if (result == -EAGAIN || result == -EINTR) {
             result = 0;
             if (++slot.num_attempts == max_attempts) {
-                return finish(slot, EIO);
+                slot.error = EIO;
+                return true;
             }
         } else if (result < 0 || (result == 0 && !slot.is_syncing)) {
-            return finish(slot, result < 0 ? -result : EIO);
+            slot.error = result < 0 ? -result : EIO;
+            return true;
         } else if (slot.is_syncing) {
-            return finish(slot, block_ok);
+            return true;
         }
         slot.num_moved += static_cast<std::size_t>(result);
         proceed(slot);
         return false;
+    }
+
+    void finish(Slot& slot) {
+        outcomes_[slot.job] = slot.error;
+        if (slot.fd < 0) {
+            return;
+        }
+        close(slot.fd);
+        if (slot.error != 0) {
+            unlinkat(config_.root_fd, writes_[slot.job].path, 0);
+        }
     }
 
 private:
@@ -337,7 +390,7 @@ private:
             return false;
         }
         if (result < 0) {
-            outcomes_[slot.job] = -result;
+            slot.error = -result;
             return true;
         }
         slot.fd = result;
@@ -355,15 +408,6 @@ private:
         operations_.sync_data(slot);
     }
 
-    bool finish(Slot& slot, std::int32_t outcome) {
-        close(slot.fd);
-        if (outcome != block_ok) {
-            unlinkat(config_.root_fd, writes_[slot.job].path, 0);
-        }
-        outcomes_[slot.job] = outcome;
-        return true;
-    }
-
     Operations& operations_;
     std::span<const BlockWrite> writes_;
     std::size_t num_bytes_;
@@ -376,8 +420,8 @@ public:
     UringBlockIo(const BlockIoConfig& config, std::unique_ptr<Uring> ring)
         : config_(config),
           ring_(std::move(ring)),
-          headers_(aligned_memory(config.queue_depth * page_bytes)),
-          slots_(config.queue_depth) {
+          slots_(2 * config.queue_depth),
+          headers_(aligned_memory(slots_.size() * page_bytes)) {
         for (std::size_t i = 0; i < slots_.size(); ++i) {
             slots_[i].number = i;
             slots_[i].header = headers_.get() + i * page_bytes;
@@ -402,7 +446,7 @@ public:
     }
 
     bool register_memory(std::span<const std::span<std::byte>> regions) override {
-        std::vector<iovec> buffers{{headers_.get(), config_.queue_depth * page_bytes}};
+        std::vector<iovec> buffers{{headers_.get(), slots_.size() * page_bytes}};
         for (const auto region : regions) {
             for (std::size_t at = 0; at < region.size(); at += max_registered_bytes) {
                 buffers.push_back(
@@ -421,8 +465,8 @@ private:
     BlockIoConfig config_;
     std::unique_ptr<Uring> ring_;
     Registered registered_;
-    AlignedMemory headers_;
     std::vector<Slot> slots_;
+    AlignedMemory headers_;
 };
 
 }  // namespace

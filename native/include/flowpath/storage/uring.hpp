@@ -26,9 +26,10 @@ public:
     // `num_entries`.
     [[nodiscard]] io_uring_sqe* next_entry() noexcept;
 
-    // Submits what was prepared and waits for a completion. Returns 0, then reap and call again
-    // (a signal or a lack of memory may have ended it early), or an errno that no repeat will cure.
-    [[nodiscard]] int submit_and_wait() noexcept;
+    // Submits what was prepared and waits for `num_awaited` completions. Returns 0, then reap and
+    // call again (a signal or a lack of memory may have ended it early), or an errno that no repeat
+    // will cure.
+    [[nodiscard]] int submit(unsigned num_awaited) noexcept;
 
     // Calls take(user_data, result) for every completion that is there.
     template <typename Take>
