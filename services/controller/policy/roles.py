@@ -3,9 +3,9 @@
 Theory of operation
 -------------------
 *Help* is the quick answer to an imbalance: workers of the half with less to do may do the other
-half's work too. It is granted for ``HELP_ROUNDS`` rounds and looked at again then. A worker helps
-on while it has less to do than the half that it helps: being slow because of its help is no reason
-to end it.
+half's work too, in steps that decodes lead. It is granted for ``HELP_ROUNDS`` rounds and looked at
+again then. A worker helps on while it has less to do than the half that it helps: being slow
+because of its help is no reason to end it.
 
 A *switch* is the slow one: when the same half was short for ``PERSIST_SECONDS``, one worker of the
 other half changes its role. At least ``COOL_DOWN_SECONDS`` lie between two switches of the cluster,
@@ -27,12 +27,14 @@ from services.controller.policy.views import Incarnation, WorkerView
 
 HELP_ROUNDS = 8
 HELP_STEPS = 8
-"""Steps for which a directive asks a helper to let the helped half lead."""
+"""Steps for which a directive holds; it is renewed while the help lasts."""
+HELP_MODE = Mode.DECODE_LED
+"""How a helper, of either role, shares a step that has both: what decodes is not to wait for long
+chunks, and where nothing decodes prompts get the whole step all the same."""
 PERSIST_SECONDS = 10.0
 COOL_DOWN_SECONDS = 30.0
 
 _OTHER = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}
-_MODES = {Role.PREFILL: Mode.PREFILL_LED, Role.DECODE: Mode.DECODE_LED}
 _UNBALANCED = (Scenario.IMBALANCED, Scenario.EXTREME)
 
 
@@ -136,7 +138,7 @@ class RolePlanner:
             if short is not None and has_less:
                 self._grants[worker.key] = _Grant(short, HELP_ROUNDS)
                 reason = f"{short} has more to do than this worker"
-                actions.append(Help(worker.key, short, _MODES[short], HELP_STEPS, reason))
+                actions.append(Help(worker.key, short, HELP_MODE, HELP_STEPS, reason))
             elif grant is not None:
                 del self._grants[worker.key]
                 actions.append(Unhelp(worker.key, "no help is needed"))

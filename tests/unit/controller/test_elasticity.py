@@ -108,7 +108,7 @@ def test_idle_decode_workers_help_with_prompts_led_by_prefill_and_stop_when_it_i
     load.is_prefill_busy = True
     effects = load.rounds(12)
     assert "help_granted" in notes(effects)
-    assert directives(effects)[0] == ("d0", Mode.PREFILL_LED)
+    assert directives(effects)[0] == ("d0", Mode.DECODE_LED)
     placed = only(load.cluster.submit("r", 640), PlaceRequest)
     assert [key[0] for key, _ in placed] == ["d0"]
     load.is_prefill_busy = False

@@ -72,7 +72,7 @@ def test_idle_decode_workers_help_when_prompts_wait() -> None:
     cluster = Cluster(worker("p", P), worker("d0", D), worker("d1", D, decoding=60, step=0.3))
     actions = cluster.round(Scenario.IMBALANCED, SHORT_OF_PREFILL)
     assert actions == [
-        Help(key("d0"), P, Mode.PREFILL_LED, HELP_STEPS, "prefill has more to do than this worker")
+        Help(key("d0"), P, Mode.DECODE_LED, HELP_STEPS, "prefill has more to do than this worker")
     ], "a decode worker with more to do itself does not help"
 
 
