@@ -45,8 +45,8 @@ def encode(model_folder: Path) -> Callable[[str], list[int]]:
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def split(model_folder: Path) -> AsyncIterator[Cluster]:
-    """One prefill and one decode worker, in fp32."""
-    options = ClusterOptions(model_folder, settings=SETTINGS)
+    """One prefill and one decode worker, in fp32, which keep to their roles: all is handed over."""
+    options = ClusterOptions(model_folder, settings={**SETTINGS, "roles": "manual"})
     async with running_cluster(options) as cluster:
         yield cluster
 
