@@ -97,7 +97,9 @@ io_uring_sqe* Uring::next_entry() noexcept {
 }
 
 int Uring::submit(unsigned num_awaited) noexcept {
-    // Without a wait the call is still needed where the kernel has completions to hand over.
+    if (num_prepared_ == 0 && num_awaited == 0) {
+        return 0;  // completions that are on their way come with any other call into the kernel
+    }
     const long done = syscall(SYS_io_uring_enter, fd_, num_prepared_, num_awaited,
                               IORING_ENTER_GETEVENTS, nullptr, std::size_t{0});
     if (done >= 0) {
