@@ -1,5 +1,6 @@
 """A CUDA engine over a small pool on any device, driven as ``engine_runs`` drives the CPU's."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +9,7 @@ import torch
 from common.engine.cuda.engine import CudaEngine
 from common.engine.cuda.model import CudaModel
 from common.engine.dtype import load_model_layout
-from common.engine.interface import PendingToken, SampleSpec, StepRow
+from common.engine.interface import Engine, PendingToken, SampleSpec, StepRow
 from common.models.config import ModelConfig
 from common.sampling import SampledToken, SamplingParams
 
@@ -80,41 +81,54 @@ class PooledCudaEngine:
     ) -> list[list[SampledToken]]:
         """Return each prompt's tokens, of steps collected one by one or launched one ahead."""
         tables = [tuple(self.blocks_for(len(prompt) + num_new)) for prompt in prompts]
-        outputs: list[list[SampledToken]] = [[] for _ in prompts]
+        return generate(self.engine, tables, prompts, params, num_new, ahead=ahead)
 
-        def spec(index: int, num_pending: int) -> tuple[SampleSpec, ...]:
-            ids = [token.token_id for token in outputs[index]]
-            return (SampleSpec(params, 0, prompts[index], ids, num_pending),)
 
-        def decodes(pending_step: int | None) -> list[StepRow]:
-            rows = []
-            for index, prompt in enumerate(prompts):
-                num_pending = int(pending_step is not None)
-                start = len(prompt) + len(outputs[index]) + num_pending - 1
-                last = [0] if num_pending else [outputs[index][-1].token_id]
-                pending = None if pending_step is None else PendingToken(pending_step, index)
-                samples = spec(index, num_pending)
-                rows.append(StepRow(last, start, tables[index], samples, pending))
-            return rows
+def generate(
+    engine: Engine,
+    tables: Sequence[tuple[int, ...]],
+    prompts: list[list[int]],
+    params: SamplingParams,
+    num_new: int,
+    *,
+    ahead: bool,
+) -> list[list[SampledToken]]:
+    """Drive any engine; each prompt has a table of the blocks of all its tokens."""
+    outputs: list[list[SampledToken]] = [[] for _ in prompts]
 
-        def keep(results: list[tuple[SampledToken, ...]]) -> None:
-            for output, (token,) in zip(outputs, results, strict=True):
-                output.append(token)
+    def spec(index: int, num_pending: int) -> tuple[SampleSpec, ...]:
+        ids = [token.token_id for token in outputs[index]]
+        return (SampleSpec(params, 0, prompts[index], ids, num_pending),)
 
-        steps = [
-            self.engine.launch(
-                [
-                    StepRow(prompt, 0, tables[index], spec(index, 0))
-                    for index, prompt in enumerate(prompts)
-                ]
-            )
-        ]
-        for _ in range(num_new - 1):
-            if not ahead:
-                keep(self.engine.collect(steps.pop()))
-            pending_step = steps[-1].number if ahead else None
-            steps.append(self.engine.launch(decodes(pending_step)))
-            if ahead:
-                keep(self.engine.collect(steps.pop(0)))
-        keep(self.engine.collect(steps.pop()))
-        return outputs
+    def decodes(pending_step: int | None) -> list[StepRow]:
+        rows = []
+        for index, prompt in enumerate(prompts):
+            num_pending = int(pending_step is not None)
+            start = len(prompt) + len(outputs[index]) + num_pending - 1
+            last = [0] if num_pending else [outputs[index][-1].token_id]
+            pending = None if pending_step is None else PendingToken(pending_step, index)
+            samples = spec(index, num_pending)
+            rows.append(StepRow(last, start, tables[index], samples, pending))
+        return rows
+
+    def keep(results: list[tuple[SampledToken, ...]]) -> None:
+        for output, (token,) in zip(outputs, results, strict=True):
+            output.append(token)
+
+    steps = [
+        engine.launch(
+            [
+                StepRow(prompt, 0, tables[index], spec(index, 0))
+                for index, prompt in enumerate(prompts)
+            ]
+        )
+    ]
+    for _ in range(num_new - 1):
+        if not ahead:
+            keep(engine.collect(steps.pop()))
+        pending_step = steps[-1].number if ahead else None
+        steps.append(engine.launch(decodes(pending_step)))
+        if ahead:
+            keep(engine.collect(steps.pop(0)))
+    keep(engine.collect(steps.pop()))
+    return outputs

@@ -10,29 +10,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import structlog
 import torch
 
-from common.engine.cuda.decoder import CudaDecoder
-from common.engine.cuda.device_batch import TensorRows, to_device
-from common.engine.cuda.flashinfer_kernels import FlashInferKernels, why_not
-from common.engine.cuda.graphs import DecodeGraphs, DrawnTokens, input_bytes, ladder
-from common.engine.cuda.kernels import Kernels, pool_view
-from common.engine.cuda.memory import float_workspace_bytes
+from common.engine.communicator import ALONE, Communicator
 from common.engine.cuda.model import CudaModel
-from common.engine.cuda.sampler import DeviceSampler, Draw, Drawn, is_plain, to_host
-from common.engine.cuda.scales import BlockScales
-from common.engine.cuda.step_batch import Longs, StepBatch, StepPacker
-from common.engine.cuda.streams import InferenceOn, new_event, new_stream
-from common.engine.cuda.torch_kernels import TorchKernels
+from common.engine.cuda.runner import CudaRunner
+from common.engine.cuda.sampler import DeviceSampler, Draw, Drawn, is_plain
+from common.engine.cuda.step_batch import Longs, OptionalArrays, StepBatch, StepPacker
 from common.engine.cuda.upload import upload
 from common.engine.failure import RowOutcome, RowsFailed
 from common.engine.interface import LaunchedStep, StepRow
 from common.errors import ErrorCode, RequestError
 from common.kv.layout import KVLayout
 from common.sampling import SampledToken
-
-log = structlog.get_logger()
 
 MAX_IN_FLIGHT = 2
 
@@ -54,11 +44,26 @@ class CudaStep:
     done: torch.cuda.Event | None
 
 
+@dataclass(frozen=True, slots=True)
+class PreparedCudaStep:
+    """A step that is checked and packed; see ``StepBatch`` and ``CudaRunner.enqueue``."""
+
+    batch: StepBatch
+    pending_places: Longs
+    num_rows: int
+    draws: tuple[Draw, ...]
+
+    def arrays(self) -> OptionalArrays:
+        """Return what the other ranks of a parallel engine compute with."""
+        return [self.pending_places, *self.batch.arrays()]
+
+
 class CudaEngine:
     """Executes steps of one model over one pool; implements ``common.engine.interface.Engine``.
 
     On a device without CUDA, and in float32, it computes the same with torch's own operators.
-    ``last_launch_seconds`` is the host's time in the latest ``launch``.
+    In a parallel engine this is rank 0's part: it draws, and the other ranks get its tokens.
+    ``last_launch_seconds`` is the host's time in the latest ``start``.
     """
 
     max_in_flight = MAX_IN_FLIGHT
@@ -74,6 +79,7 @@ class CudaEngine:
         max_num_seqs: int,
         use_graphs: bool = True,
         tell: Callable[[str], None] | None = None,
+        communicator: Communicator = ALONE,
     ) -> None:
         """``pool`` is the uint8 memory of all blocks, on the model's device.
 
@@ -84,58 +90,26 @@ class CudaEngine:
         self.config, self.layout = model.config, layout
         self.last_launch_seconds = 0.0
         self._model = model
-        self._device = model.device
-        self._scratch_block = scratch_block
-        self._max_num_batched_tokens = max_num_batched_tokens
-        self._tell = tell or (lambda _line: None)
-        _check_fit(model, layout)
-        is_cuda = self._device.type == "cuda"
-        self._stream = new_stream(self._device) if is_cuda else None
+        self._runner = CudaRunner(
+            *(model, layout, pool, scratch_block),
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_num_seqs=max_num_seqs,
+            use_graphs=use_graphs,
+            tell=tell,
+            communicator=communicator,
+        )
         self._packer = StepPacker(layout.block_size, self.config.vocab_size)
-        self._sampler = DeviceSampler(self.config.vocab_size, self._device)
+        self._sampler = DeviceSampler(self.config.vocab_size, model.device)
         self._num_launched = 0
         # Row of the latest step -> its place among the drawn tokens, -1 where it draws none.
         self._places: Longs = np.empty(0, np.int64)
-        num_drawn = max(max_num_batched_tokens, max_num_seqs)
-        max_blocks = layout.num_blocks_for(self.config.max_model_len)
-        num_inputs = -(-input_bytes(max_num_seqs, max_blocks) // 8)
-        with self._on_stream():
-            view = pool_view(pool, layout)
-            self._scales = BlockScales(pool, layout) if layout.is_quantised else None
-            reason = why_not(self.config, layout, self._device)
-            self._slab = torch.zeros(num_drawn + num_inputs, dtype=torch.int64, device=self._device)
-            scores = torch.zeros(num_drawn, dtype=torch.float32, device=self._device)
-            self._drawn = DrawnTokens(self._slab[:num_drawn], scores)
-            self._graphs: DecodeGraphs | None = None
-            self._kernels: Kernels
-            if reason is not None:
-                if is_cuda:
-                    log.warning("attention runs on torch's own kernels, slower", reason=reason)
-                self._kernels = TorchKernels(self.config, layout, view, self._device, self._scales)
-                self._decoder = CudaDecoder(model, self._kernels)
-                return
-            partial_bytes = float_workspace_bytes(self.config, max_num_seqs, layout.kv_cache_dtype)
-            self._tell("compiling kernels; the first time on a machine takes minutes")
-            kernels = FlashInferKernels(
-                self.config, layout, view, self._device, partial_bytes, self._scales
-            )
-            self._kernels = kernels
-            self._decoder = CudaDecoder(model, kernels)
-            self._warm_up()
-            if use_graphs:
-                self._graphs = DecodeGraphs(
-                    self._decoder, kernels, self._slab, num_drawn, scratch_block
-                )
-                sizes = ladder(max_num_seqs)
-                self._graphs.capture(sizes, self.config.vocab_size, self._drawn, self._tell)
 
-    def launch(self, rows: Sequence[StepRow]) -> CudaStep:
-        """Enqueue a step; ValueError names a malformed row, before anything is enqueued."""
-        begin = time.perf_counter()
+    def prepare(self, rows: Sequence[StepRow]) -> PreparedCudaStep:
+        """Check and pack a step; ValueError names a malformed row."""
         if not rows:
             raise ValueError("a step has at least one row")
         batch = self._packer.pack(rows)
-        if len(batch.sampled_rows) > len(self._drawn.ids):
+        if len(batch.sampled_rows) > len(self._runner.drawn.ids):
             raise ValueError(f"{len(batch.sampled_rows)} sampled rows are more than a step takes")
         pending_places = self._pending_places(rows, batch)
         draws = tuple(
@@ -143,20 +117,37 @@ class CudaEngine:
             for at, index in enumerate(batch.sampled_rows.tolist())
             for spec in rows[index].samples
         )
-        with self._on_stream():
-            drawn, is_foreign = self._enqueue(batch, pending_places, draws)
-            done = None
-            if self._stream is not None:
-                done = new_event()
-                done.record(self._stream)
-        places = np.full(len(rows), -1, np.int64)
-        places[batch.sampled_rows] = np.arange(len(batch.sampled_rows))
+        return PreparedCudaStep(batch, pending_places, len(rows), draws)
+
+    def start(self, prepared: PreparedCudaStep) -> CudaStep:
+        """Enqueue the step that was prepared last."""
+        begin = time.perf_counter()
+        batch, runner = prepared.batch, self._runner
+        num_sampled = len(batch.sampled_rows)
+        with runner.on_stream():
+            computed = runner.enqueue(batch, prepared.pending_places)
+            drawn = self._draw(computed.logits, num_sampled, prepared.draws)
+            runner.share_drawn(num_sampled)
+            done = runner.record()
+        places = np.full(prepared.num_rows, -1, np.int64)
+        places[batch.sampled_rows] = np.arange(num_sampled)
         self._places = places
-        sampled_rows = tuple(batch.sampled_rows.tolist())
-        step = CudaStep(self._num_launched, len(rows), sampled_rows, draws, drawn, is_foreign, done)
+        step = CudaStep(
+            number=self._num_launched,
+            num_rows=prepared.num_rows,
+            sampled_rows=tuple(batch.sampled_rows.tolist()),
+            draws=prepared.draws,
+            drawn=drawn,
+            is_foreign=computed.is_foreign,
+            done=done,
+        )
         self._num_launched += 1
         self.last_launch_seconds = time.perf_counter() - begin
         return step
+
+    def launch(self, rows: Sequence[StepRow]) -> CudaStep:
+        """Enqueue a step; ValueError names a malformed row, before anything is enqueued."""
+        return self.start(self.prepare(rows))
 
     def collect(self, step: LaunchedStep) -> list[tuple[SampledToken, ...]]:
         """Wait for a launched step and return each row's tokens, in order.
@@ -189,52 +180,19 @@ class CudaEngine:
         """Launch a step and collect it."""
         return self.collect(self.launch(rows)) if rows else []
 
-    def _enqueue(
-        self, batch: StepBatch, pending_places: Longs, draws: tuple[Draw, ...]
-    ) -> tuple[Drawn, torch.Tensor | None]:
-        num_sampled = len(batch.sampled_rows)
-        graphs = self._graphs
-        rows: TensorRows | None = None
-        if graphs is not None and batch.is_pure_decode and batch.num_tokens <= graphs.max_rows:
-            logits: torch.Tensor | None = graphs.run(batch, pending_places)
-            if self._scales is not None:
-                rows = graphs.latest_rows()
-        else:
-            logits, rows = self._compute(batch, pending_places)
-        # Behind the step's own writes: they give new blocks their scales.
-        is_foreign = None
-        if self._scales is not None and rows is not None:
-            is_foreign = to_host(self._scales.foreign_rows(rows)[:num_sampled])
-        return self._draw(logits, num_sampled, draws), is_foreign
-
     def _draw(
         self, logits: torch.Tensor | None, num_sampled: int, draws: tuple[Draw, ...]
     ) -> Drawn:
-        best = (self._drawn.scores[:num_sampled], self._drawn.ids[:num_sampled])
+        known = self._runner.drawn
+        best = (known.scores[:num_sampled], known.ids[:num_sampled])
         if logits is None or is_plain(draws, num_sampled):
             return Drawn(best[1], best[0]).to_host()
         drawn = self._sampler.draw(logits, best, draws)
         rows = np.fromiter((draw.row for draw in draws), np.int64, len(draws))
-        (firsts,) = upload([np.searchsorted(rows, np.arange(num_sampled))], self._device)
-        self._drawn.ids[:num_sampled] = drawn.ids[firsts]
+        starts = np.searchsorted(rows, np.arange(num_sampled))
+        (firsts,) = upload([starts], self._runner.device)
+        known.ids[:num_sampled] = drawn.ids[firsts]
         return drawn.to_host()
-
-    def _compute(
-        self, batch: StepBatch, pending_places: Longs
-    ) -> tuple[torch.Tensor | None, TensorRows | None]:
-        """Return the sampled tokens' logits and their rows, None where nothing is sampled."""
-        there = to_device(batch, pending_places, self._device)
-        token_ids = there.token_ids
-        if len(pending_places):
-            token_ids[there.pending_tokens] = self._drawn.ids[there.pending_places]
-        self._kernels.begin(there)
-        logits = self._decoder.forward(there, token_ids)
-        if logits is not None:
-            size = len(logits)
-            out = (self._drawn.scores[:size], self._drawn.ids[:size])
-            torch.max(logits, dim=1, out=out)
-        sampled = there.decodes if there.tail is None else there.tail
-        return logits, None if sampled is None or logits is None else sampled.device
 
     def _pending_places(self, rows: Sequence[StepRow], batch: StepBatch) -> Longs:
         """Return where the drawn tokens of the latest step are that this one continues with."""
@@ -250,21 +208,6 @@ class CudaEngine:
             raise ValueError("a row awaits a token that the step before does not draw")
         return places
 
-    def _warm_up(self) -> None:
-        """Compile what steps use, on the scratch block."""
-        half = self.layout.block_size // 2
-        table = (self._scratch_block,)
-        for rows in (
-            [StepRow([0] * half, 0, table), StepRow([0] * half, half, table)],
-            [StepRow([0], half, table)],
-        ):
-            batch = self._packer.pack(rows)
-            self._compute(batch, batch.pending_rows)
-            torch.cuda.current_stream().synchronize()
-
-    def _on_stream(self) -> InferenceOn:
-        return InferenceOn(self._stream)
-
 
 def _outcome(tokens: Sequence[SampledToken | None]) -> RowOutcome:
     drawn = tuple(token for token in tokens if token is not None)
@@ -273,16 +216,3 @@ def _outcome(tokens: Sequence[SampledToken | None]) -> RowOutcome:
     return RequestError(
         ErrorCode.INTERNAL, "the model's output is not a number; the request cannot go on"
     )
-
-
-def _check_fit(model: CudaModel, layout: KVLayout) -> None:
-    config = model.config
-    wanted = (config.num_layers, config.num_kv_heads, config.head_dim, 2, model.dtype)
-    given = (
-        *(layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.planes),
-        layout.dtype,
-    )
-    if wanted != given:
-        raise ValueError(
-            f"the layout (layers, KV heads, head size, planes, type) {given} is not {wanted}"
-        )

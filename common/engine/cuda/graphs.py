@@ -103,7 +103,8 @@ class DecodeGraphs:
     ) -> None:
         """Capture a graph for every size, the largest first, in one shared memory pool."""
         device = self._slab.device
-        self._logits = torch.empty((max(sizes), vocab_size), dtype=torch.float32, device=device)
+        num_logits = max(sizes) if self._decoder.has_head else 0
+        self._logits = torch.empty((num_logits, vocab_size), dtype=torch.float32, device=device)
         shared = torch.cuda.graph_pool_handle()
         stream = torch.cuda.current_stream()
         for number, size in enumerate(sorted(sizes, reverse=True), start=1):
@@ -126,10 +127,11 @@ class DecodeGraphs:
             self._graphs[size] = _Graph(graph, plan)
             tell(f"decode graphs: {number} of {len(sizes)} captured")
 
-    def run(self, batch: StepBatch, pending_places: Longs) -> torch.Tensor:
+    def run(self, batch: StepBatch, pending_places: Longs) -> torch.Tensor | None:
         """Enqueue a step of decodes that are all sampled; return its logits.
 
-        They are overwritten by the next run. The raw maxima are in the drawn tokens.
+        None in a rank without a head. They are overwritten by the next run. The raw maxima are in
+        the drawn tokens.
         """
         num_rows = batch.num_tokens
         size = min(size for size in self._graphs if size >= num_rows)
@@ -142,7 +144,7 @@ class DecodeGraphs:
         self._kernels.begin_graph(chosen.plan, inputs.rows)
         chosen.graph.replay()
         self._latest = inputs.packed
-        return self._logits[:num_rows]
+        return self._logits[:num_rows] if self._decoder.has_head else None
 
     def latest_rows(self) -> TensorRows:
         """Return the device's rows of the latest run, then its padding, until the next run."""
@@ -177,8 +179,8 @@ class DecodeGraphs:
         size = batch.num_tokens
         token_ids = self._slab.index_select(0, sources)
         logits = self._decoder.forward(batch, token_ids, self._logits[:size])
-        assert logits is not None  # all rows are sampled
-        torch.max(logits, dim=1, out=(drawn.scores[:size], drawn.ids[:size]))
+        if logits is not None:
+            torch.max(logits, dim=1, out=(drawn.scores[:size], drawn.ids[:size]))
 
 
 def input_bytes(max_rows: int, max_blocks: int) -> int:

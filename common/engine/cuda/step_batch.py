@@ -16,7 +16,12 @@ from common.engine.interface import StepRow
 Ints = NDArray[np.int32]
 Longs = NDArray[np.int64]
 
+OptionalArrays = list[NDArray[np.generic] | None]
+
 ArrayT = TypeVar("ArrayT")
+
+NUM_STEP_ARRAYS = 7
+NUM_PAGED_ARRAYS = 5
 
 SKIPPED_SLOT = -1
 """A token whose K and V are not stored."""
@@ -77,6 +82,38 @@ class StepBatch:
     def is_pure_decode(self) -> bool:
         """Whether every row is one token whose logits are wanted."""
         return self.tail is None
+
+    def arrays(self) -> OptionalArrays:
+        """Return what ``of_arrays`` makes the same batch of; None for groups that there are not."""
+        found: OptionalArrays = [
+            *(self.token_ids, self.positions, self.slots, self.sampled_tokens, self.sampled_rows),
+            *(self.pending_tokens, self.pending_rows),
+        ]
+        for rows in (self.decodes, self.fresh, self.chunks, self.tail):
+            found += [None] * NUM_PAGED_ARRAYS if rows is None else rows.arrays()
+        return found
+
+    @classmethod
+    def of_arrays(cls, arrays: OptionalArrays) -> "StepBatch":
+        """Undo ``arrays``; they are not copied."""
+        first = NUM_STEP_ARRAYS
+        decodes, fresh, chunks, tail = (
+            _paged_rows(arrays[at : at + NUM_PAGED_ARRAYS])
+            for at in range(first, first + 4 * NUM_PAGED_ARRAYS, NUM_PAGED_ARRAYS)
+        )
+        return cls(
+            token_ids=_longs(arrays[0]),
+            positions=_ints(arrays[1]),
+            slots=_ints(arrays[2]),
+            decodes=decodes,
+            fresh=fresh,
+            chunks=chunks,
+            tail=tail,
+            sampled_tokens=_longs(arrays[3]),
+            sampled_rows=_longs(arrays[4]),
+            pending_tokens=_longs(arrays[5]),
+            pending_rows=_longs(arrays[6]),
+        )
 
 
 class StepPacker:
@@ -219,6 +256,22 @@ class _Whole:
             last_page_len=((kv_lens - 1) % self.block_size + 1).astype(np.int32),
             kv_lens=kv_lens.astype(np.int32),
         )
+
+
+def _paged_rows(arrays: OptionalArrays) -> HostRows | None:
+    return None if arrays[0] is None else PagedRows(*map(_ints, arrays))
+
+
+def _longs(array: NDArray[np.generic] | None) -> Longs:
+    if array is None:
+        raise ValueError("an array of the step is missing")
+    return array.astype(np.int64, copy=False)
+
+
+def _ints(array: NDArray[np.generic] | None) -> Ints:
+    if array is None:
+        raise ValueError("an array of the step is missing")
+    return array.astype(np.int32, copy=False)
 
 
 def _bounds(counts: Longs) -> Ints:

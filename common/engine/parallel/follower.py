@@ -6,15 +6,12 @@ from typing import Protocol
 
 from common.engine.batch import Batch
 from common.engine.cpu_engine import CpuRunner
-from common.engine.dtype import load_model_layout
-from common.engine.parallel.gloo import GlooCommunicator
-from common.engine.parallel.messages import EngineSettings, LoadShard
+from common.engine.parallel.meeting import Handle, layout_of, make_communicator
+from common.engine.parallel.messages import LoadShard
 from common.engine.parallel.wire import Array
 from common.engine.shard import Shard
-from common.kv.layout import KVLayout
 from common.kv.pool import KVPool
-from common.messages.fields import CudaPoolHandle, PoolHandle
-from common.models.config import ModelConfig
+from common.messages.fields import PoolHandle
 
 Finish = Callable[[], None]
 """Waits until a step is computed; called from another thread, in the order of the steps."""
@@ -23,7 +20,7 @@ Finish = Callable[[], None]
 class Follower(Protocol):
     """One rank's shard, pool and device. The methods come in this order."""
 
-    def make_pool(self, num_blocks: int) -> PoolHandle | CudaPoolHandle:
+    def make_pool(self, num_blocks: int) -> Handle:
         """Make the rank's pool; return how peers on this host open it."""
         ...
 
@@ -41,10 +38,10 @@ class CpuFollower:
 
     def __init__(self, order: LoadShard) -> None:
         self._settings = order.settings
-        self._communicator = GlooCommunicator(
-            Shard(order.rank, order.settings.num_ranks), Path(order.rendezvous)
+        self._communicator = make_communicator(
+            order.settings, Shard(order.rank, order.settings.num_ranks), order.rendezvous
         )
-        self._layout = rank_layout(order.settings)
+        self._layout = layout_of(order.settings)
         self._pool: KVPool | None = None
         self._runner: CpuRunner | None = None
 
@@ -74,18 +71,3 @@ class CpuFollower:
             runner.forward(batch)
 
         return finish
-
-
-def rank_layout(settings: EngineSettings) -> KVLayout:
-    """Return the layout of the blocks in each rank's pool: the model's with that rank's heads.
-
-    ConfigError where the model cannot be split between so many ranks.
-    """
-    whole = ModelConfig.load(Path(settings.folder))
-    return load_model_layout(
-        Shard(0, settings.num_ranks).config(whole),
-        settings.dtype,
-        settings.block_size,
-        settings.kv_cache_dtype,
-        settings.scales,
-    )

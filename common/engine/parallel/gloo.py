@@ -47,14 +47,10 @@ class GlooCommunicator:
 
     def share(self, tensor: torch.Tensor) -> None:
         """Overwrite every rank's tensor with that of rank 0."""
-        self._connected.broadcast([tensor], 0).wait()
+        self._connected.broadcast(tensor, 0).wait()
 
     def abort(self) -> None:
-        """Do nothing: gloo's own connections tell that a rank is gone."""
-
-    def close(self) -> None:
-        """Let go of the connections; a second call does nothing."""
-        self._group = None
+        """Do nothing: operations end by themselves when a rank's connections do."""
 
     @property
     def _connected(self) -> Any:

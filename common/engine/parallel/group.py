@@ -1,7 +1,7 @@
 """Rank 0's view of the other ranks: it orders, they report, and a loss is a loss for good.
 
-One thread listens to all of them. It is the first to know that a rank is gone, and calls
-``on_broken`` then, which lets rank 0 out of an operation that waits for that rank.
+One thread listens to all of them. It is the first to know that a rank is gone, and calls ``let_go``
+then, which lets rank 0 out of an operation that waits for that rank.
 """
 
 import selectors
@@ -45,9 +45,9 @@ AnswerT = TypeVar("AnswerT", PoolMade, Joined)
 class RankGroup:
     """The ranks 1 to N - 1. All but ``close`` and ``broken`` raise EngineBroken after a loss."""
 
-    def __init__(self, num_ranks: int, on_broken: Callable[[], None]) -> None:
-        """Start the processes; ``on_broken`` is called once, from the listening thread."""
-        self._on_broken = on_broken
+    def __init__(self, num_ranks: int, let_go: Callable[[], None]) -> None:
+        """Start the processes; ``let_go`` is called once, from any thread: at a loss or the end."""
+        self._let_go = let_go
         self._changed = threading.Condition()
         self._reason: str | None = None
         self._deadline: float | None = None
@@ -140,7 +140,7 @@ class RankGroup:
             told = self._reason
         if is_first:
             log.error("engine_broken", reason=reason)
-            self._on_broken()
+            self._let_go()
             self._kill_all()
         return EngineBroken(told)
 
@@ -150,12 +150,14 @@ class RankGroup:
             if self._is_closed:
                 return
             self._is_closed = True
-            if self._reason is None:
-                self._reason = "the tensor-parallel engine is closed"
+            was_broken = self._reason is not None
+            self._reason = self._reason or "the tensor-parallel engine is closed"
             self._changed.notify_all()
         for process in self._processes:
             process.close()
         self._listener.join()
+        if not was_broken:
+            self._let_go()
 
     # ---- inside ----------------------------------------------------------------------------------
 

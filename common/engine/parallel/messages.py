@@ -23,14 +23,15 @@ Positive = Annotated[int, Field(strict=True, ge=1, lt=2**31)]
 class EngineSettings:
     """What all ranks of an engine have in common.
 
-    ``layout`` fields are those of ``KVLayout`` for the whole model. ``device`` is ``cpu`` or
-    ``cuda``; on GPUs rank r computes on the r-th of ``devices``.
+    Layout fields are those of ``KVLayout``. ``engine`` is which of the engines it is, that of
+    ``common.engine.cpu_engine`` or that of ``common.engine.cuda``; the latter's rank r computes on
+    ``devices[r]``, a name of torch.
     """
 
     folder: Text
     num_ranks: Positive
-    device: Annotated[str, Field(pattern="^(cpu|cuda)$")]
-    devices: tuple[Count, ...] = ()
+    engine: Annotated[str, Field(pattern="^(cpu|cuda)$")]
+    devices: tuple[Text, ...] = ()
     dtype: Text
     block_size: Positive
     kv_cache_dtype: Text = "auto"

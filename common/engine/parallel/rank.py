@@ -83,7 +83,12 @@ class Rank:
 
 def make_follower(order: LoadShard) -> Follower:
     """Return the rank's follower for its device."""
-    return CpuFollower(order)
+    if order.settings.engine == "cpu":
+        return CpuFollower(order)
+    # What is for GPUs is not imported for CPUs.
+    from common.engine.parallel.cuda_follower import CudaFollower  # noqa: PLC0415
+
+    return CudaFollower(order)
 
 
 def last_words(wire: Wire[Report, Order], error: BaseException) -> None:

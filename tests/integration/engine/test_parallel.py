@@ -14,7 +14,7 @@ import torch
 
 from common.engine.failure import EngineBroken, RowsFailed
 from common.engine.parallel.cpu import build_on_cpu
-from common.engine.parallel.follower import rank_layout
+from common.engine.parallel.meeting import layout_of
 from common.engine.parallel.messages import EngineSettings
 from common.errors import ConfigError
 from common.kv.pool import KVPool
@@ -204,9 +204,9 @@ def test_a_killed_rank_breaks_the_engine_by_name(folder: Path, is_started: bool)
 
 def test_a_rank_that_cannot_do_its_part_is_told_at_the_start(folder: Path) -> None:
     settings = EngineSettings(
-        folder=str(folder), num_ranks=2, device="cpu", dtype="float32", block_size=16
+        folder=str(folder), num_ranks=2, engine="cpu", dtype="float32", block_size=16
     )
-    pool = KVPool(2, rank_layout(settings).block_bytes)
+    pool = KVPool(2, layout_of(settings).block_bytes)
     pool.num_blocks = 2**30
     with pytest.raises(ConfigError, match=r"rank 1 failed: the KV pool needs .* GiB"):
         build_on_cpu(settings, pool)

@@ -62,14 +62,14 @@ def ours(
 ) -> PooledCudaEngine:
     save_tiny_model("qwen2-window", tmp_path)
     pooled = PooledCudaEngine(tmp_path, kv_cache_dtype=request.param)
-    engine = pooled.engine
+    engine, runner = pooled.engine, pooled.engine._runner
     kernels = GraphTorchKernels(
-        engine.config, pooled.layout, engine._kernels._view, pooled.device, engine._scales
+        engine.config, pooled.layout, runner._kernels._view, pooled.device, runner._scales
     )
-    engine._kernels = kernels
-    engine._decoder = CudaDecoder(engine._model, kernels)
-    num_drawn = len(engine._drawn.ids)
-    made = DecodeGraphs(engine._decoder, kernels, engine._slab, num_drawn, 64)
+    runner._kernels = kernels
+    runner._decoder = CudaDecoder(engine._model, kernels)
+    num_drawn = len(runner.drawn.ids)
+    made = DecodeGraphs(runner._decoder, kernels, runner._slab, num_drawn, 64)
     calls: list[tuple[Any, ...]] = []
     compute = made._compute
 
@@ -91,8 +91,8 @@ def ours(
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
     with torch.inference_mode():
-        made.capture(SIZES, engine.config.vocab_size, engine._drawn, pooled.told.append)
-    engine._graphs = made
+        made.capture(SIZES, engine.config.vocab_size, runner.drawn, pooled.told.append)
+    runner._graphs = made
     return pooled
 
 
@@ -151,7 +151,7 @@ def test_capturing_tells_how_far_it_is(ours: PooledCudaEngine) -> None:
 
 
 def test_more_blocks_than_there_is_room_for_are_refused(ours: PooledCudaEngine) -> None:
-    made = ours.engine._graphs
+    made = ours.engine._runner._graphs
     assert made is not None
     made._inputs = made._inputs[: input_bytes(1, 1)]
     with pytest.raises(ValueError, match="more than a step can name"):
