@@ -93,7 +93,8 @@ class WorkerRates:
     prefill_tokens_per_second: Rate
     """Prompt tokens computed per second of steps that compute prompts."""
     decode_step_seconds: Seconds
-    """EWMA (0.3) of the time between two tokens of a decoding sequence."""
+    """EWMA (0.3) of the time between two tokens of a decoding sequence, in steps that only decode;
+    in all steps before the first of these. What prompts add can be computed elsewhere."""
     decode_tokens_per_second: Rate
     """Tokens drawn per second of steps that decode, over all sequences."""
 

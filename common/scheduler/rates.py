@@ -5,6 +5,7 @@ it took and one that was slow for a reason of its own does little.
 """
 
 from collections.abc import Sequence as SequenceOf
+from math import sqrt
 
 from common.messages.fields import WorkerRates
 from common.scheduler.steps import PlannedRow, StepPlan
@@ -13,6 +14,9 @@ HALF_LIFE_SECONDS = 5.0
 """Busy time after which a step counts half."""
 
 EWMA_WEIGHT = 0.3
+
+MIN_CORRECTION = 1 / 16
+"""Smallest share of the computed bound on prompt tokens that a step is given."""
 
 
 class _FadingRate:
@@ -43,6 +47,9 @@ class StepRates:
         self._decode = _FadingRate()
         self._decode_alone = 0.0
         self._token_seconds = 0.0
+        self._token_seconds_alone = 0.0
+        self._wished_seconds: float | None = None
+        self._correction = 1.0
 
     @property
     def token_seconds(self) -> float:
@@ -53,16 +60,18 @@ class StepRates:
         """Return the rates of late; 0 where nothing was measured."""
         return WorkerRates(
             prefill_tokens_per_second=self._prefill.value,
-            decode_step_seconds=self._token_seconds,
+            decode_step_seconds=self._token_seconds_alone or self._token_seconds,
             decode_tokens_per_second=self._decode.value,
         )
 
     def num_prompt_tokens_within(self, seconds: float) -> int | None:
         """Return how many prompt tokens fit a step with decodes that is to last so long.
 
-        None while the rate is not known.
+        None while the rate is not known. What the steps then really took corrects later answers:
+        batches grow, and a long prompt's last chunks cost more than its first ones.
         """
-        rate = self._prefill_alone.value
+        self._wished_seconds = seconds
+        rate = self._prefill_alone.value * self._correction
         return int(rate * max(0.0, seconds - self._decode_alone)) if rate > 0 else None
 
     def note(self, seconds: float, plan: StepPlan) -> None:
@@ -75,7 +84,7 @@ class StepRates:
         self._clock += seconds
         decodes = [row for row in plan.rows if row.is_decode]
         num_prompt_tokens = plan.num_tokens - len(decodes)
-        self._note_gaps(plan.rows)
+        self._note_gaps(plan.rows, is_alone=not num_prompt_tokens)
         if decodes:
             self._decode.add(len(decodes), seconds)
         if decodes and not num_prompt_tokens:
@@ -85,8 +94,12 @@ class StepRates:
             self._prefill.add(num_prompt_tokens, seconds)
             beside = self._decode_alone if decodes else 0.0
             self._prefill_alone.add(num_prompt_tokens, max(seconds - beside, seconds / 10))
+        if decodes and num_prompt_tokens and self._wished_seconds is not None:
+            better = self._correction * sqrt(self._wished_seconds / seconds)
+            self._correction = min(1.0, max(MIN_CORRECTION, better))
+            self._wished_seconds = None
 
-    def _note_gaps(self, rows: SequenceOf[PlannedRow]) -> None:
+    def _note_gaps(self, rows: SequenceOf[PlannedRow], *, is_alone: bool) -> None:
         gaps: list[float] = []
         for row in rows:
             if not row.is_last:
@@ -96,7 +109,10 @@ class StepRates:
                 gaps.append(self._clock - sequence.drawn_at)
             sequence.drawn_at = self._clock
         if gaps:
-            self._token_seconds = _ewma(self._token_seconds, sum(gaps) / len(gaps))
+            gap = sum(gaps) / len(gaps)
+            self._token_seconds = _ewma(self._token_seconds, gap)
+            if is_alone:
+                self._token_seconds_alone = _ewma(self._token_seconds_alone, gap)
 
 
 def _ewma(before: float, value: float) -> float:

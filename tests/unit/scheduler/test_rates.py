@@ -2,7 +2,7 @@
 
 import pytest
 
-from common.messages.fields import WorkerRates
+from common.messages.fields import Mode, WorkerRates
 from common.scheduler.rates import StepRates
 from tests.support.scheduler_bench import Bench, new_request
 
@@ -98,6 +98,34 @@ def test_what_prompts_add_to_a_decode_step_bounds_them() -> None:
     rates = bench.scheduler._rates  # what DECODE_LED goes by
     assert rates.num_prompt_tokens_within(0.05) == 30
     assert rates.num_prompt_tokens_within(0.01) == 0
+
+
+def test_prompts_beside_decodes_do_not_count_as_slow_decodes() -> None:
+    bench = Bench(budget=64, num_blocks=64)
+    bench.add(new_request("a", prompt(3), max_tokens=50))
+    run_timed(bench, 0.01, 0.02)
+    bench.add(new_request("b", prompt(40, kind=1), max_tokens=50))
+    run_timed(bench, 0.5)
+    assert bench.scheduler.rates().decode_step_seconds == pytest.approx(0.02)
+    assert bench.scheduler._rates.token_seconds > 0.1
+
+
+def test_steps_that_took_longer_than_wished_get_fewer_prompt_tokens() -> None:
+    bench = Bench(budget=64, num_blocks=200)
+    bench.add(new_request("a", prompt(3), max_tokens=90))
+    run_timed(bench, 0.01, 0.02, 0.02)
+    rates = bench.scheduler._rates
+    bench.scheduler.direct(Mode.DECODE_LED, 100)
+    bench.add(new_request("b", prompt(600, kind=1), max_tokens=50))
+    run_timed(bench, 0.05)
+    first = rates.num_prompt_tokens_within(0.05)
+    run_timed(bench, *[0.1] * 6)
+    later = rates.num_prompt_tokens_within(0.05)
+    assert first is not None
+    assert later is not None
+    assert later < first / 2
+    run_timed(bench, *[0.025] * 30)
+    assert (rates.num_prompt_tokens_within(0.05) or 0) > later, "and more again once they are short"
 
 
 def test_a_step_of_no_time_is_no_measurement() -> None:
