@@ -111,13 +111,13 @@ class RankGroup:
             raise EngineBroken(self._reason)
 
     @contextmanager
-    def watched(self, doing: str, seconds: float = STEP_SECONDS) -> Iterator[None]:
+    def watched(self, doing: str, seconds: float | None = None) -> Iterator[None]:
         """Do something with the others: errors of the libraries and too long a time are a loss.
 
-        Nobody knows then which rank waits for what.
+        Nobody knows then which rank waits for what. ``seconds`` are those of a step by default.
         """
         self.check()
-        self._deadline = monotonic() + seconds
+        self._deadline = monotonic() + (STEP_SECONDS if seconds is None else seconds)
         try:
             yield
         except EngineBroken:

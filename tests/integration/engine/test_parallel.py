@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from common.engine.failure import EngineBroken, RowsFailed
+from common.engine.parallel import group
 from common.engine.parallel.cpu import build_on_cpu
 from common.engine.parallel.meeting import layout_of
 from common.engine.parallel.messages import EngineSettings
@@ -198,6 +199,23 @@ def test_a_killed_rank_breaks_the_engine_by_name(folder: Path, is_started: bool)
             ranks.engine.launch([row([5], 30, blocks)])
         assert ranks.engine.broken is not None
         assert psutil.wait_procs(processes, timeout=10)[1] == []
+    finally:
+        ranks.close()
+
+
+def test_a_rank_that_stands_still_ends_the_step_in_time(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = PooledRanks(folder, 2)
+    try:
+        blocks = ranks.blocks_for(20)
+        ranks.execute(row(tokens(10, 1), 0, blocks))
+        monkeypatch.setattr(group, "STEP_SECONDS", 1.0)
+        os.kill(ranks.engine.pids[0], signal.SIGSTOP)
+        with pytest.raises(EngineBroken, match="a rank does not come to the end of a step"):
+            ranks.execute(row([5], 10, blocks))
+        with pytest.raises(EngineBroken, match="a rank does not come to the end of a step"):
+            ranks.engine.launch([row([5], 10, blocks)])
     finally:
         ranks.close()
 

@@ -1,0 +1,239 @@
+"""Workers of several tensor-parallel ranks as one source and one target of blocks.
+
+Block i of such a worker is block i of every rank's pool. To all who count, check and lease blocks
+it is one block: what travels as its checksum is one number, made of those of the ranks' blocks.
+
+Rank 0's process does it all: it maps the pools of its own ranks as it maps those of a peer.
+"""
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import flowpath_native
+import numpy as np
+from numpy.typing import NDArray
+
+from common.cuda.checksum import finish_checksums
+from common.errors import TransferError
+from common.kv.layout import KVLayout
+from common.transfer.backend import LinkRate, WriteReport
+from common.transfer.head_copies import block_checksums, write_heads
+from common.transfer.heads import HeadTransfer, plan_heads, rank_layout
+from common.transfer.rates import measure_mapping
+from common.transfer.runs import write_blocks
+
+Sums = NDArray[np.uint64]
+Pairs = tuple[Sequence[int], Sequence[int]]
+"""(source ids, target ids)"""
+
+
+class MemoryPool(Protocol):
+    """One rank's pool in host memory that this process sees: its own, or a mapped one."""
+
+    buffer: memoryview
+    num_blocks: int
+    block_bytes: int
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class MovedHeads:
+    """What a pair of ranks has moved: checksums of whole blocks, or parts of their sums."""
+
+    num_calls: int
+    num_bytes: int
+    sums: Sums
+
+
+class RankPair(Protocol):
+    """The way from one source rank's pool to one target rank's. For one thread at a time."""
+
+    @property
+    def transfer(self) -> HeadTransfer:
+        """What is moved of every block."""
+        ...
+
+    def write(self, pairs: Pairs) -> MovedHeads:
+        """Move it and wait; TransferError when that failed, and nothing of it goes on."""
+        ...
+
+    def measure(self) -> LinkRate:
+        """Measure the way without writing."""
+        ...
+
+    def close(self) -> None:
+        """Let go of what belongs to the pair alone."""
+        ...
+
+
+class MemoryPair:
+    """Implements ``RankPair`` between two pools in host memory."""
+
+    def __init__(self, transfer: HeadTransfer, source: MemoryPool, target: MemoryPool) -> None:
+        self.transfer = transfer
+        self._source = source
+        self._target = target
+
+    def write(self, pairs: Pairs) -> MovedHeads:
+        """Copy in the calling thread, with the GIL released."""
+        target, source = self._target.buffer, self._source.buffer
+        if self.transfer.is_whole:
+            report = write_blocks(target, source, pairs, self.transfer.source_block_bytes)
+            return MovedHeads(report.num_calls, report.num_bytes, report.checksums)
+        heads = write_heads(target, source, self.transfer, pairs)
+        num_calls = heads.num_blocks * self.transfer.pieces.count
+        return MovedHeads(num_calls, heads.num_bytes, heads.partial_sums)
+
+    def measure(self) -> LinkRate:
+        """Compare reading the target's pool with plain memory."""
+        return measure_mapping(self._target.buffer)
+
+    def close(self) -> None:
+        """Do nothing: the pools are their owners'."""
+
+
+class RankedPool:
+    """The pools of all ranks of this worker: ``common.kv.pool.BlockPool`` but for ``handle``.
+
+    ``block_bytes`` is the size of a block of all ranks together.
+    """
+
+    def __init__(self, layout: KVLayout, pools: Sequence[MemoryPool]) -> None:
+        """``layout`` is the whole model's, ``pools`` are of the ranks in order.
+
+        ValueError where the pools' blocks are not those of so many ranks.
+        """
+        own = rank_layout(layout, len(pools))
+        self.layout = layout
+        self.ranks = tuple(pools)
+        self.num_blocks = min(pool.num_blocks for pool in pools)
+        for rank, pool in enumerate(pools):
+            if pool.block_bytes != own.block_bytes:
+                raise ValueError(
+                    f"blocks of rank {rank} have {pool.block_bytes} bytes, not {own.block_bytes}"
+                )
+        self.block_bytes = len(pools) * own.block_bytes
+        self.num_bytes = self.num_blocks * self.block_bytes
+
+    def checksum(self, block_ids: Sequence[int]) -> Sums:
+        """Return one checksum of each named block; ValueError for one outside of the pools."""
+        return combine_checksums(
+            [
+                flowpath_native.checksum_blocks(pool.buffer, block_ids, pool.block_bytes)
+                for pool in self.ranks
+            ]
+        )
+
+    def close(self) -> None:
+        """Let go of all ranks' memory."""
+        for pool in self.ranks:
+            pool.close()
+
+
+class RanksLink:
+    """Every pair of ranks that share heads, as one ``common.transfer.backend.PeerLink``.
+
+    One write at a time; others wait for it.
+    """
+
+    def __init__(
+        self, pairs: Sequence[RankPair], num_targets: int, opened: Sequence[MemoryPool] = ()
+    ) -> None:
+        """``opened`` is what ends with the link: the peer's pools, mapped for it."""
+        self._pairs = tuple(pairs)
+        self._num_targets = num_targets
+        self._opened = tuple(opened)
+        self._is_closed = False
+        self._lock = threading.Lock()
+
+    @classmethod
+    def between(cls, source: RankedPool, targets: Sequence[MemoryPool]) -> "RanksLink":
+        """Return the link to a peer of so many ranks, whose mapped pools it closes.
+
+        TransferError where the peer's blocks are not those of so many ranks.
+        """
+        wanted = rank_layout(source.layout, len(targets)).block_bytes
+        for rank, target in enumerate(targets):
+            if target.block_bytes != wanted:
+                raise TransferError(
+                    f"ranks: the blocks of the peer's rank {rank} have {target.block_bytes} bytes,"
+                    f" not {wanted}"
+                )
+        return cls(_memory_pairs(source, targets), len(targets), targets)
+
+    @classmethod
+    def within(cls, pool: RankedPool) -> "RanksLink":
+        """Return the link from a worker's own pools to themselves, which stay open."""
+        return cls(_memory_pairs(pool, pool.ranks), len(pool.ranks))
+
+    def write(
+        self, pairs_src: Sequence[int], pairs_dst: Sequence[int], token: bytes = b""
+    ) -> WriteReport:
+        """Copy blocks into the pools of all the peer's ranks (see ``PeerLink``)."""
+        start = time.perf_counter()
+        with self._lock:
+            self._refuse_closed()
+            moved = [(pair.transfer, pair.write((pairs_src, pairs_dst))) for pair in self._pairs]
+        return WriteReport(
+            num_blocks=len(pairs_dst),
+            num_calls=sum(heads.num_calls for _, heads in moved),
+            num_bytes=sum(heads.num_bytes for _, heads in moved),
+            seconds=time.perf_counter() - start,
+            checksums=combine_checksums(
+                [_target_checksums(rank, moved) for rank in range(self._num_targets)]
+            ),
+        )
+
+    def measure(self) -> LinkRate:
+        """Return the rate of the pair that is farthest below its limit."""
+        with self._lock:
+            self._refuse_closed()
+            return min((pair.measure() for pair in self._pairs), key=lambda rate: rate.ratio)
+
+    def close(self) -> None:
+        """Close all pairs and unmap the peer's pools, after a write in progress."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            for pair in self._pairs:
+                pair.close()
+            for pool in self._opened:
+                pool.close()
+
+    def _refuse_closed(self) -> None:
+        if self._is_closed:
+            raise TransferError("ranks: the link to the peer's pools is closed")
+
+
+def _memory_pairs(source: RankedPool, targets: Sequence[MemoryPool]) -> list[RankPair]:
+    plans = plan_heads(source.layout, len(source.ranks), len(targets))
+    return [
+        MemoryPair(plan, source.ranks[plan.source_rank], targets[plan.target_rank])
+        for plan in plans
+    ]
+
+
+def combine_checksums(ranks: Sequence[Sums]) -> Sums:
+    """Return one checksum of each block from those of its ranks, in their order.
+
+    A lone rank's are what they are.
+    """
+    combined, *others = ranks
+    for number, sums in enumerate(others, start=1):
+        combined = finish_checksums(combined, number) + sums
+    return combined
+
+
+def _target_checksums(rank: int, moved: Sequence[tuple[HeadTransfer, MovedHeads]]) -> Sums:
+    parts = [(plan, heads.sums) for plan, heads in moved if plan.target_rank == rank]
+    first = parts[0][0]
+    if first.is_whole:
+        return parts[0][1]
+    return block_checksums([sums for _, sums in parts], first.target_block_bytes)
