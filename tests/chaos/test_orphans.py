@@ -44,7 +44,7 @@ async def _ask(cluster: Cluster, number: int) -> int:
 async def test_requests_of_a_controller_that_died_are_placed_by_the_next_and_leak_nothing(
     model_folder: Path, also: tuple[str, ...]
 ) -> None:
-    options = ClusterOptions(model=model_folder, kv_bytes=KV_BYTES)
+    options = ClusterOptions(model_folder, kv_bytes=KV_BYTES, settings={"roles": "manual"})
     async with running_cluster(options) as cluster, asyncio.TaskGroup() as group:
         asked = [group.create_task(_ask(cluster, number)) for number in range(NUM_REQUESTS)]
         await cluster.wait_until("prompts wait for room", _waits_for_room, 60.0)
