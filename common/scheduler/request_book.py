@@ -123,7 +123,6 @@ class RequestBook:
             self._held.publish(lead)  # the others share its blocks as they are found
         num_prompt = len(request.new.prompt)
         effects: list[Effect] = [DecodeBegan(request.request_id)]
-        outgrown: list[Sequence] = []
         for sequence in request.sequences:
             if sequence.finish_reason is not None:
                 continue
@@ -133,16 +132,12 @@ class RequestBook:
             copies = self._held.fork(lead, sequence, num_prompt)
             if copies is None:
                 self._decode.waiting.append(sequence)
-                if not self._held.can_ever_hold(sequence.length):
-                    outgrown.append(sequence)
                 continue
             if copies:
                 effects.append(CopyBlocks(copies))
             self._decode.add(sequence)
         if lead.finish_reason is not None:
             self._held.release(lead)
-        for sequence in outgrown:
-            effects += self.finish_sequence(sequence, FinishReason.LENGTH)
         return effects
 
     def decode_what_was_to_be_sent(self, request: LocalRequest) -> list[Effect]:

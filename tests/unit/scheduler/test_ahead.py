@@ -122,6 +122,20 @@ def test_a_full_pool_preempts_only_what_is_in_no_step() -> None:
     assert [len(tokens) for tokens in streams[0]] == [12, 12, 12]
 
 
+def test_the_newest_is_left_out_of_a_step_to_give_way_in_the_next() -> None:
+    """Else it would be in a step whenever the oldest asks for its blocks."""
+    bench = Bench(num_blocks=4)
+    bench.add(new_request("old", prompt(7), max_tokens=9))
+    bench.add(new_request("new", prompt(5, kind=1), max_tokens=9))
+    bench.step()
+    first = planned(bench)
+    assert [row.sequence.owner for row in first.rows] == ["old/0", "new/0"]
+    assert bench.plan() == (None, []), "the oldest asks for a block, and the newest has to wait"
+    bench.finish(first)
+    assert [row.sequence.owner for row in planned(bench).rows] == ["old/0"]
+    assert not bench.blocks.is_held("new/0")
+
+
 def test_a_prompt_that_fills_the_pool_exactly_is_taken_when_one_token_is_wanted() -> None:
     bench = Bench(num_blocks=2)
     bench.add(new_request("a", prompt(8), max_tokens=1))

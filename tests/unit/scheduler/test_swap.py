@@ -165,3 +165,26 @@ def test_the_same_tokens_come_out_however_many_slots_there_are(
     for number in range(5):
         assert bench.tokens(f"r{number}") == [2000 + index for index in range(14)]
     assert bench.blocks.counts().referenced == 0
+
+
+def test_of_two_swapped_sequences_the_older_comes_back_first() -> None:
+    bench = Bench(num_blocks=9, budget=32, num_slots=20)
+    for number, name in enumerate(("old", "middle", "new")):
+        bench.add(new_request(name, prompt(10, 100 * number), max_tokens=14))
+    effects: list[Effect] = []
+    for _ in range(60):
+        effects += bench.step()
+    moves = [
+        (type(effect).__name__, effect.request_id)
+        for effect in effects
+        if isinstance(effect, SwapOut | SwapIn)
+    ]
+    assert moves == [
+        ("SwapOut", "new"),
+        ("SwapOut", "middle"),
+        ("SwapIn", "middle"),
+        ("SwapIn", "new"),
+        ("SwapOut", "new"),
+        ("SwapIn", "new"),
+    ]
+    assert bench.violations == []
