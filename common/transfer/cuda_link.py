@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from common.cuda.driver import BlockCopies, CudaError, CudaQueue
+from common.cuda.driver import BlockCopies, CudaDriver, CudaError, CudaQueue
 from common.errors import TransferError
 from common.kv.device_pool import DevicePool
 from common.transfer.aligned import align_checked
@@ -84,25 +84,12 @@ class CudaLink:
         the two. A read finds a missing peer access as a write would, and unlike a write it is safe
         whoever owns the blocks at this moment.
         """
-        pool, peer, driver = self._pool, self._peer, self._pool.driver
+        pool, peer = self._pool, self._peer
         with self._lock:
             self._refuse_closed()
-            num_bytes = min(MEASURED_BYTES, pool.num_bytes, peer.num_blocks * pool.block_bytes)
-            queue = driver.queue(pool.device_index)
-            try:
-                room = driver.allocate(pool.device_index, num_bytes)
-                try:
-                    seconds = _best_seconds(queue, (room, peer.address, num_bytes))
-                    own_seconds = _best_seconds(queue, (room, pool.address, num_bytes))
-                finally:
-                    driver.free(pool.device_index, room)
-            finally:
-                queue.close()
-            if peer.device == pool.device_index:
-                limit = num_bytes / own_seconds / 1e9
-            else:
-                limit = driver.peer_gigabytes_per_second(pool.device_index, peer.device)
-        return LinkRate(num_bytes, num_bytes / seconds / 1e9, limit)
+            num_bytes = min(pool.num_bytes, peer.num_blocks * pool.block_bytes)
+            own = (pool.device_index, pool.address)
+            return measure_memory(pool.driver, own, (peer.device, peer.address), num_bytes)
 
     def close(self) -> None:
         """Undo the mapping, after a write in progress."""
@@ -115,6 +102,32 @@ class CudaLink:
     def _refuse_closed(self) -> None:
         if self._is_closed:
             raise TransferError(f"{self._name}: the link is closed")
+
+
+def measure_memory(
+    driver: CudaDriver, own: tuple[int, int], peer: tuple[int, int], num_bytes: int
+) -> LinkRate:
+    """Compare reading ``num_bytes`` or fewer at two addresses, both seen by the own GPU.
+
+    ``own`` and ``peer`` are each a GPU and an address in its memory.
+    """
+    device, address = own
+    num_bytes = min(MEASURED_BYTES, num_bytes)
+    queue = driver.queue(device)
+    try:
+        room = driver.allocate(device, num_bytes)
+        try:
+            seconds = _best_seconds(queue, (room, peer[1], num_bytes))
+            own_seconds = _best_seconds(queue, (room, address, num_bytes))
+        finally:
+            driver.free(device, room)
+    finally:
+        queue.close()
+    if peer[0] == device:
+        limit = num_bytes / own_seconds / 1e9
+    else:
+        limit = driver.peer_gigabytes_per_second(device, peer[0])
+    return LinkRate(num_bytes, num_bytes / seconds / 1e9, limit)
 
 
 def _best_seconds(queue: CudaQueue, copy: tuple[int, int, int]) -> float:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from common.cuda.checksum import finish_checksums
 from common.errors import TransferError
 from common.kv.layout import KVLayout
+from common.kv.pool import KVPool, PeerPool
 from common.transfer.backend import LinkRate, WriteReport
 from common.transfer.head_copies import block_checksums, write_heads
 from common.transfer.heads import HeadTransfer, plan_heads, rank_layout
@@ -28,18 +29,6 @@ from common.transfer.runs import write_blocks
 Sums = NDArray[np.uint64]
 Pairs = tuple[Sequence[int], Sequence[int]]
 """(source ids, target ids)"""
-
-
-class MemoryPool(Protocol):
-    """One rank's pool in host memory that this process sees: its own, or a mapped one."""
-
-    buffer: memoryview
-    num_blocks: int
-    block_bytes: int
-
-    def close(self) -> None:
-        """Let go of the memory."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,17 +61,43 @@ class RankPair(Protocol):
         ...
 
 
+class RankMemory(Protocol):
+    """One rank's pool as this process sees it, wherever it is."""
+
+    @property
+    def num_blocks(self) -> int:
+        """How many blocks are given out."""
+        ...
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block of this rank."""
+        ...
+
+    def checksum(self, block_ids: Sequence[int]) -> Sums:
+        """Return the checksum of each named block; ValueError for one outside of the pool."""
+        ...
+
+    def pair_with(self, target: "RankMemory", transfer: HeadTransfer) -> RankPair:
+        """Return the way from here to a target; TransferError where there is none."""
+        ...
+
+    def close(self) -> None:
+        """Let go of the memory; a second call does nothing."""
+        ...
+
+
 class MemoryPair:
     """Implements ``RankPair`` between two pools in host memory."""
 
-    def __init__(self, transfer: HeadTransfer, source: MemoryPool, target: MemoryPool) -> None:
+    def __init__(self, transfer: HeadTransfer, source: memoryview, target: memoryview) -> None:
         self.transfer = transfer
         self._source = source
         self._target = target
 
     def write(self, pairs: Pairs) -> MovedHeads:
         """Copy in the calling thread, with the GIL released."""
-        target, source = self._target.buffer, self._source.buffer
+        target, source = self._target, self._source
         if self.transfer.is_whole:
             report = write_blocks(target, source, pairs, self.transfer.source_block_bytes)
             return MovedHeads(report.num_calls, report.num_bytes, report.checksums)
@@ -92,10 +107,39 @@ class MemoryPair:
 
     def measure(self) -> LinkRate:
         """Compare reading the target's pool with plain memory."""
-        return measure_mapping(self._target.buffer)
+        return measure_mapping(self._target)
 
     def close(self) -> None:
-        """Do nothing: the pools are their owners'."""
+        """Let go of both views, without which the pools cannot be unmapped."""
+        self._source = self._target = memoryview(b"")
+
+
+class MemoryRank:
+    """Implements ``RankMemory`` in host memory: the own pool, or one that is mapped."""
+
+    def __init__(self, pool: KVPool | PeerPool) -> None:
+        self._pool = pool
+        self.num_blocks = pool.num_blocks
+        self.block_bytes = pool.block_bytes
+
+    @property
+    def buffer(self) -> memoryview:
+        """The bytes of all blocks."""
+        return self._pool.buffer
+
+    def checksum(self, block_ids: Sequence[int]) -> Sums:
+        """Return the checksum of each named block."""
+        return flowpath_native.checksum_blocks(self.buffer, block_ids, self.block_bytes)
+
+    def pair_with(self, target: RankMemory, transfer: HeadTransfer) -> MemoryPair:
+        """Return the way to another pool in host memory."""
+        if not isinstance(target, MemoryRank):
+            raise TransferError("ranks: the peer's pools are not in host memory, and ours are")
+        return MemoryPair(transfer, self.buffer, target.buffer)
+
+    def close(self) -> None:
+        """Close or unmap the pool."""
+        self._pool.close()
 
 
 class RankedPool:
@@ -104,36 +148,31 @@ class RankedPool:
     ``block_bytes`` is the size of a block of all ranks together.
     """
 
-    def __init__(self, layout: KVLayout, pools: Sequence[MemoryPool]) -> None:
-        """``layout`` is the whole model's, ``pools`` are of the ranks in order.
+    def __init__(self, layout: KVLayout, ranks: Sequence[RankMemory]) -> None:
+        """``layout`` is the whole model's, ``ranks`` are the ranks' pools in order.
 
         ValueError where the pools' blocks are not those of so many ranks.
         """
-        own = rank_layout(layout, len(pools))
+        own = rank_layout(layout, len(ranks))
         self.layout = layout
-        self.ranks = tuple(pools)
-        self.num_blocks = min(pool.num_blocks for pool in pools)
-        for rank, pool in enumerate(pools):
-            if pool.block_bytes != own.block_bytes:
+        self.ranks = tuple(ranks)
+        self.num_blocks = min(rank.num_blocks for rank in ranks)
+        for number, rank in enumerate(ranks):
+            if rank.block_bytes != own.block_bytes:
                 raise ValueError(
-                    f"blocks of rank {rank} have {pool.block_bytes} bytes, not {own.block_bytes}"
+                    f"blocks of rank {number} have {rank.block_bytes} bytes, not {own.block_bytes}"
                 )
-        self.block_bytes = len(pools) * own.block_bytes
+        self.block_bytes = len(ranks) * own.block_bytes
         self.num_bytes = self.num_blocks * self.block_bytes
 
     def checksum(self, block_ids: Sequence[int]) -> Sums:
         """Return one checksum of each named block; ValueError for one outside of the pools."""
-        return combine_checksums(
-            [
-                flowpath_native.checksum_blocks(pool.buffer, block_ids, pool.block_bytes)
-                for pool in self.ranks
-            ]
-        )
+        return combine_checksums([rank.checksum(block_ids) for rank in self.ranks])
 
     def close(self) -> None:
         """Let go of all ranks' memory."""
-        for pool in self.ranks:
-            pool.close()
+        for rank in self.ranks:
+            rank.close()
 
 
 class RanksLink:
@@ -143,7 +182,7 @@ class RanksLink:
     """
 
     def __init__(
-        self, pairs: Sequence[RankPair], num_targets: int, opened: Sequence[MemoryPool] = ()
+        self, pairs: Sequence[RankPair], num_targets: int, opened: Sequence[RankMemory] = ()
     ) -> None:
         """``opened`` is what ends with the link: the peer's pools, mapped for it."""
         self._pairs = tuple(pairs)
@@ -153,7 +192,7 @@ class RanksLink:
         self._lock = threading.Lock()
 
     @classmethod
-    def between(cls, source: RankedPool, targets: Sequence[MemoryPool]) -> "RanksLink":
+    def between(cls, source: RankedPool, targets: Sequence[RankMemory]) -> "RanksLink":
         """Return the link to a peer of so many ranks, whose mapped pools it closes.
 
         TransferError where the peer's blocks are not those of so many ranks.
@@ -165,12 +204,12 @@ class RanksLink:
                     f"ranks: the blocks of the peer's rank {rank} have {target.block_bytes} bytes,"
                     f" not {wanted}"
                 )
-        return cls(_memory_pairs(source, targets), len(targets), targets)
+        return cls(_pairs(source, targets), len(targets), targets)
 
     @classmethod
     def within(cls, pool: RankedPool) -> "RanksLink":
         """Return the link from a worker's own pools to themselves, which stay open."""
-        return cls(_memory_pairs(pool, pool.ranks), len(pool.ranks))
+        return cls(_pairs(pool, pool.ranks), len(pool.ranks))
 
     def write(
         self, pairs_src: Sequence[int], pairs_dst: Sequence[int], token: bytes = b""
@@ -204,20 +243,25 @@ class RanksLink:
             self._is_closed = True
             for pair in self._pairs:
                 pair.close()
-            for pool in self._opened:
-                pool.close()
+            for rank in self._opened:
+                rank.close()
 
     def _refuse_closed(self) -> None:
         if self._is_closed:
             raise TransferError("ranks: the link to the peer's pools is closed")
 
 
-def _memory_pairs(source: RankedPool, targets: Sequence[MemoryPool]) -> list[RankPair]:
-    plans = plan_heads(source.layout, len(source.ranks), len(targets))
-    return [
-        MemoryPair(plan, source.ranks[plan.source_rank], targets[plan.target_rank])
-        for plan in plans
-    ]
+def _pairs(source: RankedPool, targets: Sequence[RankMemory]) -> list[RankPair]:
+    pairs: list[RankPair] = []
+    try:
+        for plan in plan_heads(source.layout, len(source.ranks), len(targets)):
+            own = source.ranks[plan.source_rank]
+            pairs.append(own.pair_with(targets[plan.target_rank], plan))
+    except BaseException:
+        for pair in pairs:
+            pair.close()
+        raise
+    return pairs
 
 
 def combine_checksums(ranks: Sequence[Sums]) -> Sums:

@@ -18,10 +18,14 @@ from numpy.typing import NDArray
 from common.cuda.cupy_driver import cuda_driver
 from common.kv.device_pool import DevicePool
 from common.kv.layout import KVLayout
+from common.messages.fields import CudaPoolHandle
 from common.sampling import SampledToken, SamplingParams
 from common.transfer.cuda_heads import HeadMover
+from common.transfer.cuda_ranks import DeviceRank
 from common.transfer.head_copies import block_checksums
 from common.transfer.heads import plan_heads, rank_layout
+from common.transfer.ranks import RankedPool, RanksLink
+from common.transfer.verify import verify_blocks
 from tests.support.cuda_runs import PooledCudaEngine
 from tests.support.engine_runs import row
 from tests.support.gpu import why_no_gpu
@@ -128,6 +132,47 @@ def test_an_fp8_cache_over_two_gpus(folder: Path) -> None:
         folder, device=DEVICES[0], dtype="bfloat16", kv_cache_dtype=kind, scales=scales
     )
     assert_near(outputs, alone.generate(PROMPTS, GREEDY, 8, ahead=True), 0.3)
+
+
+@pytest.mark.parametrize(("num_sources", "num_targets"), [(1, 2), (2, 2), (2, 1)])
+def test_decoding_goes_on_with_heads_moved_between_gpus(
+    folder: Path, num_sources: int, num_targets: int
+) -> None:
+    """Prefill by so many ranks, decode by so many; the tokens are those of one GPU."""
+    source = CudaRanks(folder, DEVICES[:num_sources], dtype="bfloat16")
+    target = CudaRanks(folder, DEVICES[:num_targets], dtype="bfloat16")
+    alone = PooledCudaEngine(folder, device=DEVICES[0], dtype="bfloat16")
+    try:
+        layout = alone.layout
+        own, peer = (ranked_pool(layout, ranks) for ranks in (source, target))
+        link = RanksLink.between(own, peer.ranks)
+        prompt, total = PROMPTS[1], len(PROMPTS[1]) + 12
+        ours, theirs = source.blocks_for(len(prompt)), target.blocks_for(total)
+        reference = alone.blocks_for(total)
+        (first,) = source.execute(row(prompt, 0, ours, params=GREEDY))[0]
+        (last,) = alone.execute(row(prompt, 0, reference, params=GREEDY))[0]
+        written = theirs[: len(ours)]
+        report = link.write(ours, written)
+        assert verify_blocks(peer, written, report.checksums) is None
+        found, expected = [first], [last]
+        for at in range(len(prompt), total):
+            found += target.execute(row([last.token_id], at, theirs, params=GREEDY))[0]
+            (last,) = alone.execute(row([last.token_id], at, reference, params=GREEDY))[0]
+            expected.append(last)
+        for token, other in zip(found, expected, strict=True):
+            assert_near([[token]], [[other]], NOISE["bfloat16"])
+        link.close()
+    finally:
+        source.close()
+        target.close()
+
+
+def ranked_pool(layout: KVLayout, ranks: CudaRanks) -> RankedPool:
+    pool = ranks.built.own.pool
+    assert isinstance(pool, DevicePool)
+    handles = [h for h in ranks.engine.handles[1:] if isinstance(h, CudaPoolHandle)]
+    others = [DeviceRank.mapped(pool.driver, handle) for handle in handles]
+    return RankedPool(layout, [DeviceRank.of_pool(pool), *others])
 
 
 KILLED = """
