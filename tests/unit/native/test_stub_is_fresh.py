@@ -14,14 +14,17 @@ def stub_signatures() -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for node in ast.parse(STUB.read_text()).body:
         if isinstance(node, ast.FunctionDef):
-            found[node.name] = [argument.arg for argument in node.args.args]
+            found[node.name] = names_of(node)
         elif isinstance(node, ast.ClassDef):
             found[node.name] = []
             for member in node.body:
                 if isinstance(member, ast.FunctionDef):
-                    names = [argument.arg for argument in member.args.args]
-                    found[f"{node.name}.{member.name}"] = names
+                    found[f"{node.name}.{member.name}"] = names_of(member)
     return found
+
+
+def names_of(function: ast.FunctionDef) -> list[str]:
+    return [argument.arg for argument in (*function.args.args, *function.args.kwonlyargs)]
 
 
 def parameters_of(function: object) -> list[str]:
