@@ -275,7 +275,7 @@ class LocalScheduler:
         if draft.rows and self._modes.mode is Mode.DECODE_LED:
             bound = self._rates.num_prompt_tokens_within(self._triggers.decode_sla_seconds)
             if bound is not None:
-                max_tokens = max(self._limits.block_size, bound)
+                max_tokens = max(self._limits.block_size // 2, bound)
         # A decode that was left out of this step counts among the worker's sequences all the same.
         max_new = draft.rows_left - num_left_out - self._prefill.num_to_decode_here
         # What waits for room to come back lets nothing new take it.

@@ -116,8 +116,8 @@ def test_prompts_beside_decodes_that_lead_keep_the_step_within_the_sla() -> None
     assert kinds(planned(led_by_decodes(seconds=0.016))) == (2, 28)
 
 
-def test_a_prompt_beside_decodes_that_lead_gets_a_block_at_least() -> None:
-    assert kinds(planned(led_by_decodes(seconds=1.6))) == (2, 4)
+def test_a_prompt_beside_decodes_that_lead_gets_half_a_block_at_least() -> None:
+    assert kinds(planned(led_by_decodes(seconds=1.6))) == (2, 2)
 
 
 def test_prompts_alone_are_not_bounded_by_decodes_that_led() -> None:
