@@ -13,7 +13,7 @@ They share one pool and the token budget of each step, and how they share it dep
     balanced      every decode one token, then the prompts in arrival order
     prefill-led   prompts may take 80 % of the tokens; decodes that find no room wait in turn
     decode-led    as balanced, but beside decodes prompts get no more than what keeps the step
-                  within the decode SLA, one block at least
+                  within the decode SLA, half a block at least
 
 What one half leaves, the other takes. Blocks of a prompt are acquired whole when it is admitted; a
 decode grows block by block and the newest gives way when the pool is full.
