@@ -12,8 +12,8 @@ They share one pool and the token budget of each step, and how they share it dep
 
     balanced      every decode one token, then the prompts in arrival order
     prefill-led   prompts may take 80 % of the tokens; decodes that find no room wait in turn
-    decode-led    as balanced, but beside decodes prompts get no more than what keeps the step
-                  within the decode SLA, half a block at least
+    decode-led    as balanced, but beside decodes prompts get a chunk now and then, so that steps
+                  keep within the decode SLA on average
 
 What one half leaves, the other takes. Blocks of a prompt are acquired whole when it is admitted; a
 decode grows block by block and the newest gives way when the pool is full.
@@ -78,7 +78,7 @@ class LocalScheduler:
         self._decode = DecodeScheduler(self._held)
         self._book = RequestBook(self._held, self._prefill, self._decode)
         self._modes = ModeMachine(triggers)
-        self._rates = StepRates(limits.block_size)
+        self._rates = StepRates(limits.block_size, limits.min_chunk)
         self._open_steps: deque[StepPlan] = deque()
         self._num_planned = 0
         self.num_steps = 0
@@ -272,15 +272,18 @@ class LocalScheduler:
 
     def _plan_prompts(self, draft: StepDraft, num_left_out: int) -> list[Effect]:
         max_tokens = draft.tokens_left
-        if draft.rows and self._modes.mode is Mode.DECODE_LED:
-            bound = self._rates.num_prompt_tokens_within(self._triggers.decode_sla_seconds)
-            if bound is not None:
-                max_tokens = max(self._limits.block_size // 2, bound)
+        num_decodes = len(draft.rows)
+        if num_decodes and self._modes.mode is Mode.DECODE_LED:
+            allowed = self._rates.prompt_allowance(self._triggers.decode_sla_seconds)
+            max_tokens = max_tokens if allowed is None else min(max_tokens, allowed)
         # A decode that was left out of this step counts among the worker's sequences all the same.
         max_new = draft.rows_left - num_left_out - self._prefill.num_to_decode_here
         # What waits for room to come back lets nothing new take it.
         queues = () if self._decode.swapped else (self._decode.waiting, self._prefill.waiting)
-        return self._prefill.plan(draft, max_tokens, max_new, queues)
+        effects = self._prefill.plan(draft, max_tokens, max_new, queues)
+        if num_decodes and len(draft.rows) > num_decodes:
+            self._rates.spend(draft.number)
+        return effects
 
     def _open(self, draft: StepDraft) -> StepPlan:
         plan = StepPlan(draft.number, tuple(draft.rows))

@@ -5,7 +5,6 @@ it took and one that was slow for a reason of its own does little.
 """
 
 from collections.abc import Sequence as SequenceOf
-from math import sqrt
 
 from common.messages.fields import WorkerRates
 from common.scheduler.steps import PlannedRow, StepPlan
@@ -15,8 +14,11 @@ HALF_LIFE_SECONDS = 5.0
 
 EWMA_WEIGHT = 0.3
 
-MIN_CORRECTION = 1 / 16
-"""Smallest share of the computed bound on prompt tokens that a step is given."""
+SLOWEST_SHARE = 1.5
+"""How much longer than alone decodes may take on average where that is over the SLA."""
+
+MAX_DEBT = 8.0
+"""Target times after which prompts get their chunk, however long the last one took."""
 
 
 class _FadingRate:
@@ -37,10 +39,15 @@ class _FadingRate:
 
 
 class StepRates:
-    """Learns from every finished step. ``block_size`` is in tokens."""
+    """Learns from every finished step.
 
-    def __init__(self, block_size: int) -> None:
+    ``block_size`` is in tokens, and so is ``min_chunk``: the smallest chunk of a prompt that is
+    worth a step with decodes.
+    """
+
+    def __init__(self, block_size: int, min_chunk: int) -> None:
         self._block_size = block_size
+        self._min_chunk = min_chunk
         self._clock = 0.0
         self._prefill = _FadingRate()
         self._prefill_alone = _FadingRate()
@@ -48,8 +55,9 @@ class StepRates:
         self._decode_alone = 0.0
         self._token_seconds = 0.0
         self._token_seconds_alone = 0.0
-        self._wished_seconds: float | None = None
-        self._correction = 1.0
+        self._target = 0.0
+        self._credit = 0.0
+        self._spent_by: int | None = None
 
     @property
     def token_seconds(self) -> float:
@@ -64,21 +72,33 @@ class StepRates:
             decode_tokens_per_second=self._decode.value,
         )
 
-    def num_prompt_tokens_within(self, seconds: float) -> int | None:
-        """Return how many prompt tokens fit a step with decodes that is to last so long.
+    def prompt_allowance(self, sla_seconds: float) -> int | None:
+        """Return how many prompt tokens the next step may have beside decodes; None for any.
 
-        None while the rate is not known. What the steps then really took corrects later answers:
-        batches grow, and a long prompt's last chunks cost more than its first ones.
+        Steps with decodes are to take ``sla_seconds`` on average, or half more than they take alone
+        where that is more. A step with prompts may take longer, in one chunk that is worth its
+        step's fixed cost; then those after it have none until the average is right again. None
+        while the rate is not known.
         """
-        self._wished_seconds = seconds
-        rate = self._prefill_alone.value * self._correction
-        return int(rate * max(0.0, seconds - self._decode_alone)) if rate > 0 else None
+        self._target = max(sla_seconds, SLOWEST_SHARE * self._decode_alone)
+        rate = self._prefill_alone.value
+        if rate <= 0:
+            return None
+        if self._credit < 0 or self._spent_by is not None:
+            return 0
+        return max(self._min_chunk, int(rate * self._target))
+
+    def spend(self, plan_number: int) -> None:
+        """A step with prompts and decodes was planned; no other until it is finished."""
+        self._spent_by = plan_number
 
     def note(self, seconds: float, plan: StepPlan) -> None:
         """Learn from a finished step, which took ``seconds`` since the one before it ended.
 
         Steps are told in order, and those of no time at all not.
         """
+        if self._spent_by is not None and plan.number >= self._spent_by:
+            self._spent_by = None
         if seconds <= 0:
             return
         self._clock += seconds
@@ -94,10 +114,10 @@ class StepRates:
             self._prefill.add(num_prompt_tokens, seconds)
             beside = self._decode_alone if decodes else 0.0
             self._prefill_alone.add(num_prompt_tokens, max(seconds - beside, seconds / 10))
-        if decodes and num_prompt_tokens and self._wished_seconds is not None:
-            better = self._correction * sqrt(self._wished_seconds / seconds)
-            self._correction = min(1.0, max(MIN_CORRECTION, better))
-            self._wished_seconds = None
+        if decodes:
+            least = -MAX_DEBT * self._target
+            credit = self._credit + self._target - seconds
+            self._credit = min(self._target, max(least, credit))
 
     def _note_gaps(self, rows: SequenceOf[PlannedRow], *, is_alone: bool) -> None:
         gaps: list[float] = []

@@ -16,6 +16,12 @@ class SchedulerLimits:
     growth_tokens: int
     """Room for output that an admission asks for beside the prompt."""
 
+    @property
+    def min_chunk(self) -> int:
+        """Smallest chunk of a prompt that is worth a step with decodes: an eighth of a step."""
+        num_blocks = self.max_num_batched_tokens // (8 * self.block_size)
+        return max(1, num_blocks * self.block_size or self.block_size // 2)
+
 
 @dataclass(frozen=True, slots=True)
 class PlannedRow:
