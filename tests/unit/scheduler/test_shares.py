@@ -124,7 +124,7 @@ def test_a_prompt_beside_decodes_that_lead_gets_a_chunk_that_is_worth_it_at_leas
         plan = planned_and_finished(bench)
         given.append(kinds(plan)[1])
         bench.scheduler.note_step(0.02, plan)
-    assert [tokens for tokens in given if tokens][0] == 8
+    assert next(tokens for tokens in given if tokens) == 8
 
 
 def test_prompts_alone_are_not_bounded_by_decodes_that_led() -> None:
