@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import msgpack
@@ -23,13 +24,15 @@ import structlog
 import zmq
 
 from common.config.settings import Settings
-from common.ids import Epoch, GatewayId, RequestId, new_epoch
+from common.ids import Epoch, GatewayId, RequestId, WorkerId, new_epoch
 from common.messages import admin, control, handoff, tokens
+from common.messages.admin import OrderDrain, OrderRoles, RoleControl
 from common.messages.codec import Codec, Envelope
 from common.messages.control import GatewayHello
 from common.messages.fields import Role
 from common.sampling import SamplingParams
 from common.transport.sockets import new_context
+from services.cli.admin import give_order
 from services.controller.server import ControllerServer
 from services.gateway.backend import ServedModel, TokenDelta
 from services.gateway.cluster import ClusterBackend
@@ -288,6 +291,7 @@ class Rig:
     workers: tuple[RunningWorker, RunningWorker]
     gateway: ClusterBackend
     endpoints: dict[str, str]
+    settings: Settings
 
     async def answer(self, request: str) -> list[int]:
         """Ask as a client would and return the tokens."""
@@ -300,6 +304,16 @@ class Rig:
             if isinstance(event, TokenDelta)
             for token in event.tokens
         ]
+
+    async def undo_orders(self) -> None:
+        """Take back what an operator may order, and was: roles by hand, and workers drained."""
+        await give_order(self.settings, OrderRoles(control=RoleControl.AUTO))
+        for worker in self.workers:
+            order = OrderDrain(worker_id=WorkerId(worker.name), is_draining=False)
+            await give_order(self.settings, order)
+        async with asyncio.timeout(WAIT_SECONDS):
+            while not self.controller.core.readiness(monotonic())[0]:
+                await asyncio.sleep(0.02)
 
     @property
     def names(self) -> set[str]:
@@ -367,7 +381,7 @@ async def running_rig(folder: Path) -> AsyncIterator[Rig]:
         for worker in (prefill, decode):
             await stack.enter_async_context(worker.running())
         channels = tasks.create_task(gateway.run())
-        rig = Rig(controller, (prefill, decode), gateway, endpoints)
+        rig = Rig(controller, (prefill, decode), gateway, endpoints, settings)
         await rig.idle()
         yield rig
         assert not serving.done(), "the controller went on"
@@ -403,6 +417,7 @@ async def test_fuzzed_messages_crash_nothing_hang_nothing_and_leak_nothing(
                 for number in range(NUM_PEERS):
                     name = f"{channel}-{number}"
                     sending.create_task(fuzz(fuzzing, endpoint, channel, name, logged))
+        await rig.undo_orders()
         await rig.idle()
         assert await rig.answer("after") == expected(PROMPT, GREEDY)
         await rig.idle()

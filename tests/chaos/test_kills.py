@@ -1,4 +1,4 @@
-"""20 ``kill -9`` of workers under load, with ``flowpath serve`` starting them again."""
+"""``kill -9`` of workers under load, with ``flowpath serve`` starting them again."""
 
 import asyncio
 import os
@@ -25,7 +25,8 @@ from tests.support.undisturbed import Undisturbed, greedy_bodies, run_quietly
 pytestmark = [pytest.mark.chaos, pytest.mark.e2e]
 
 SEED = 7
-NUM_KILLS = 20
+NUM_KILLS = 6
+NUM_SOAK_KILLS = 20
 NUM_LANES = 8
 BLOCK_SIZE = 16
 NUM_BLOCKS = 96
@@ -138,9 +139,20 @@ def _is_idle(report: StatusReport) -> bool:
     )
 
 
+async def test_kills_of_workers_are_felt_by_no_client_and_leak_nothing(
+    model_folder: Path, encode: Encode
+) -> None:
+    await _kill_under_load(model_folder, encode, NUM_KILLS)
+
+
+@pytest.mark.soak
 async def test_20_kills_of_workers_are_felt_by_no_client_and_leak_nothing(
     model_folder: Path, encode: Encode
 ) -> None:
+    await _kill_under_load(model_folder, encode, NUM_SOAK_KILLS)
+
+
+async def _kill_under_load(model_folder: Path, encode: Encode, num_kills: int) -> None:
     async with serving({**SETTINGS, "model": str(model_folder)}) as served:
         async with client_of(served) as client:
             await served.wait_until("all are ready", _all_ready)
@@ -150,7 +162,7 @@ async def test_20_kills_of_workers_are_felt_by_no_client_and_leak_nothing(
             async with asyncio.TaskGroup() as group:
                 for place in range(NUM_LANES):
                     group.create_task(load.lane(place))
-                for _ in range(NUM_KILLS):
+                for _ in range(num_kills):
                     await killer.kill_one()
                     # Requests go on to be served while workers start again.
                     await load.completes_one()
@@ -161,8 +173,8 @@ async def test_20_kills_of_workers_are_felt_by_no_client_and_leak_nothing(
             resumed = [
                 e for e in read_log_folder(served.settings.log_dir) if e.event == "request_resumed"
             ]
-            assert len(resumed) >= NUM_KILLS // 4, "the kills met too few requests"
-            assert load.num_completed > NUM_KILLS
+            assert len(resumed) >= num_kills // 4, "the kills met too few requests"
+            assert load.num_completed > num_kills
 
             report = await served.wait_until("all is idle again", _is_idle)
             for worker in report.workers:

@@ -40,7 +40,13 @@ async def _ask(cluster: Cluster, number: int) -> int:
     return response.status_code
 
 
-@pytest.mark.parametrize("also", [(), ("decode-0",)], ids=["alone", "with its decode worker"])
+WITH_ITS_DECODE_WORKER = pytest.param(
+    ("decode-0",), id="with its decode worker", marks=pytest.mark.soak
+)
+"""Only long silence tells a gateway of a worker that died with the controller."""
+
+
+@pytest.mark.parametrize("also", [pytest.param((), id="alone"), WITH_ITS_DECODE_WORKER])
 async def test_requests_of_a_controller_that_died_are_placed_by_the_next_and_leak_nothing(
     model_folder: Path, also: tuple[str, ...]
 ) -> None:

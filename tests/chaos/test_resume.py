@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.chaos, pytest.mark.e2e]
 
 PATH = "/v1/completions"
 NUM_STREAMS = 12
-NUM_KILLS = 3
+NUM_KILLS = 1
 NUM_SOAK_KILLS = 20
 LENGTHS = {"decode": (9, 40, 77, 150, 20, 110), "prefill": (100, 160, 240, 120, 200, 140)}
 """Prompt lengths in tokens: long ones, where a prefill worker is to be met at work."""
