@@ -31,6 +31,18 @@ Process = tuple[str, int]
 
 
 @dataclass(slots=True)
+class Changes:
+    """What changed in the records of one cluster: they all write here, so that nobody need look.
+
+    ``num_standing`` counts changes of what decides who can serve. ``stale`` are the records whose
+    view policies have not been shown since they changed.
+    """
+
+    num_standing: int = 0
+    stale: "dict[int, WorkerRecord]" = field(default_factory=dict)
+
+
+@dataclass(slots=True)
 class WorkerRecord:
     """One live incarnation of a worker.
 
@@ -43,8 +55,7 @@ class WorkerRecord:
     since then, ``replaced_blocks`` the blocks of refused decodes that were placed here again since
     then. ``placed_blocks`` are those of requests whose decode was placed here and has not started:
     reserved already, or soon. ``pairs`` are a prefill worker's with decode workers; ``pairings``,
-    ``link_rates`` and ``troubles`` are the same by incarnation. ``is_stale`` says that something
-    changed since policies were shown its view; ``num_changes`` counts what decides who can serve.
+    ``link_rates`` and ``troubles`` are the same by incarnation. ``changes`` is told of what changes.
     """
 
     hello: WorkerHello
@@ -71,8 +82,7 @@ class WorkerRecord:
     pairings: Mapping[Incarnation, Pairing] = field(default_factory=dict)
     link_rates: Mapping[Incarnation, float] = field(default_factory=dict)
     troubles: Mapping[PeerKey, str] = field(default_factory=dict)
-    is_stale: bool = True
-    num_changes: int = 0
+    changes: Changes = field(default_factory=Changes)
 
     @classmethod
     def of(cls, hello: WorkerHello, role_generation: int, now: float) -> "WorkerRecord":
@@ -80,11 +90,13 @@ class WorkerRecord:
         return cls(hello, hello.peer, hello.peer.role, role_generation, now)
 
     def __setattr__(self, name: str, value: object) -> None:
-        if name in _STANDING and getattr(self, name, None) != value:
-            object.__setattr__(self, "num_changes", getattr(self, "num_changes", 0) + 1)
+        changes: Changes | None = getattr(self, "changes", None)  # it is the last to be set
+        if changes is not None:
+            if name in _STANDING and getattr(self, name) != value:
+                changes.num_standing += 1
+            if name not in _UNSEEN:
+                changes.stale[id(self)] = self
         object.__setattr__(self, name, value)
-        if name not in _UNSEEN:
-            object.__setattr__(self, "is_stale", True)
 
     @property
     def role(self) -> Role:
@@ -189,7 +201,7 @@ _STANDING = frozenset(
         *("is_suspect", "is_draining", "is_drain_ordered", "is_quarantined"),
     )
 )
-_UNSEEN = frozenset(("last_seen", "is_stale", "num_changes"))
+_UNSEEN = frozenset(("last_seen", "changes"))
 
 
 def _pairing(pair: PairStatus) -> Pairing:
@@ -231,8 +243,8 @@ class Members:
     gateways: dict[PeerKey, GatewayRecord] = field(default_factory=dict)
     cluster: ClusterView = field(init=False)
     _dead: OrderedDict[PeerKey, str] = field(default_factory=OrderedDict)
-    _num_changes: int = 0
-    _missing: tuple[tuple[int, int], str] = ((-1, -1), "")
+    _changes: Changes = field(default_factory=Changes)
+    _missing: tuple[int, str] = (-1, "")
 
     def __post_init__(self) -> None:
         self.cluster = ClusterView(objectives=self.objectives)
@@ -240,28 +252,29 @@ class Members:
     def add_worker(self, worker: WorkerRecord) -> None:
         """Take a worker in."""
         self.workers[worker.key] = worker
-        self._num_changes += 1
+        worker.changes = self._changes
+        self._changes.stale[id(worker)] = worker
+        self._changes.num_standing += 1
 
-    def standing(self) -> tuple[int, int]:
+    def standing(self) -> int:
         """Return what is another value whenever it may have changed who can serve."""
-        return self._num_changes, sum(worker.num_changes for worker in self.workers.values())
+        return self._changes.num_standing
 
     def view(self) -> ClusterView:
         """Return the ready workers as they are now."""
-        for worker in self.workers.values():
-            if not worker.is_stale:
-                continue
-            worker.is_stale = False
-            if worker.state is WorkerState.READY:
+        for worker in self._changes.stale.values():
+            is_here = self.workers.get(worker.key) is worker
+            if is_here and worker.state is WorkerState.READY:
                 self.cluster.update(worker.view())
-            else:
+            elif is_here:
                 self.cluster.remove(worker.key)
+        self._changes.stale.clear()
         return self.cluster
 
     def remove_worker(self, key: PeerKey, reason: str) -> None:
         """Take a dead worker out and remember it."""
         worker = self.workers.pop(key)
-        self._num_changes += 1
+        self._changes.num_standing += 1
         self.cluster.remove(worker.key)
         self.bury(key, reason)
 
@@ -283,8 +296,11 @@ class Members:
 
     def has_work(self) -> bool:
         """Whether any worker says that it has something to compute."""
-        loads = [worker.load for worker in self.workers.values() if worker.load is not None]
-        return any(load.num_waiting or load.num_prefilling or load.num_decoding for load in loads)
+        loads = (worker.load for worker in self.workers.values())
+        return any(
+            load is not None and (load.num_waiting or load.num_prefilling or load.num_decoding)
+            for load in loads
+        )
 
     def num_ready(self, role: Role) -> int:
         """Count the ready workers of a role."""

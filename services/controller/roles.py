@@ -24,7 +24,7 @@ class Roles:
     def __init__(self, members: Members, control: RoleControl) -> None:
         self._members = members
         self._seen: set[Role] = set()
-        self._stood: tuple[RoleControl, tuple[int, int]] | None = None
+        self._stood: tuple[RoleControl, int] | None = None
         self.control = control
         self.set_control(control)
 
