@@ -86,10 +86,15 @@ class RequestLifecycle:
     def migration_failed(
         self, sender: PeerKey, message: MigrationFailed, cause: str, now: float
     ) -> list[Effect]:
-        """Note that a decode stays where it is."""
+        """Note that a decode stays where it is.
+
+        Where it did not, its new worker's answer was lost to the old one, which goes on in vain.
+        """
         record = self._book.requests.get(message.request_id)
-        if record is not None and record.decode != sender:
-            return [ignored(message.request_id, cause, "not its decode side")]
+        if record is None or record.decode != sender:
+            told = "another worker decodes it" if record else "it has ended"
+            cancel = Cancel(request_id=message.request_id, choice=None, reason=told)
+            return [ignored(message.request_id, cause, told), Send(sender, cancel, cause)]
         facts: tuple[Fact, ...] = (("decode", sender[0]), ("message", message.message))
         return [
             Note("migration_failed", cause, message.request_id, facts, "warning"),

@@ -55,7 +55,7 @@ class WorkerRecord:
     since then, ``replaced_blocks`` the blocks of refused decodes that were placed here again since
     then. ``placed_blocks`` are those of requests whose decode was placed here and has not started:
     reserved already, or soon. ``pairs`` are a prefill worker's with decode workers; ``pairings``,
-    ``link_rates`` and ``troubles`` are the same by incarnation. ``changes`` is told of what changes.
+    ``link_rates`` and ``troubles`` are the same by incarnation. ``changes`` hears of them all.
     """
 
     hello: WorkerHello

@@ -120,6 +120,15 @@ def test_a_failed_move_leaves_the_decode_where_it_is_and_is_tried_again_later() 
     assert moves(cluster.tick(after=ROUND)) == [("d0", "r", "d1")]
 
 
+def test_a_source_that_missed_the_move_is_told_to_stop() -> None:
+    cluster = moving_cluster()
+    cluster.started("d1", "r")
+    assert sent_names(cluster.migration_failed("d0", "r")) == [("d0", "Cancel")]
+    assert cluster.phase("r") == "decoding"
+    cluster.finished("d1", "r")
+    assert sent_names(cluster.migration_failed("d0", "r")) == [("d0", "Cancel")]
+
+
 def test_a_decode_that_ends_while_it_moves_is_ended() -> None:
     cluster = moving_cluster()
     assert len(only(cluster.finished("d0", "r"), RequestFinished)) == 1
