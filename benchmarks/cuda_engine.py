@@ -194,7 +194,7 @@ def replay_ms(bench: Bench, batch: int) -> float | None:
 
     None without graphs.
     """
-    graphs = bench.engine._graphs  # noqa: SLF001 - what the engine itself does not offer
+    graphs = bench.engine._runner._graphs  # noqa: SLF001 - what the engine itself does not offer
     if graphs is None:
         return None
     size = min(size for size in graphs._graphs if size >= batch)  # noqa: SLF001
