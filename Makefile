@@ -58,7 +58,7 @@ gpu-test: setup model
 	@exec $(BIN)/pytest -m gpu tests/gpu $(ARGS)
 
 soak: setup model
-	@exec $(BIN)/pytest -m soak tests/e2e tests/chaos $(ARGS)
+	@exec $(BIN)/pytest -m soak tests/e2e tests/chaos tests/property $(ARGS)
 
 bench: setup model
 	@exec $(BIN)/python -m benchmarks $(ARGS)

@@ -25,7 +25,7 @@ from tests.support.undisturbed import Undisturbed, greedy_bodies, run_quietly
 pytestmark = [pytest.mark.chaos, pytest.mark.e2e]
 
 SEED = 7
-NUM_KILLS = 6
+NUM_KILLS = 4
 NUM_SOAK_KILLS = 20
 NUM_LANES = 8
 BLOCK_SIZE = 16

@@ -195,8 +195,11 @@ async def test_a_link_cut_in_the_middle_of_a_transfer_fails_by_name_and_leaks_no
 
 @pytest.fixture
 def light(cable: Cable, tiny_model: Path) -> Iterator[HostedCluster]:
-    """Two hosts with a model that starts fast; a test starts the programs."""
-    values = {"model": str(tiny_model), "dtype": "float32", "kv_bytes": "16M"}
+    """Two hosts with a model that starts fast; a test starts the programs.
+
+    Roles are by hand: by load, a decode worker that nobody reaches would serve short prompts alone.
+    """
+    values = {"model": str(tiny_model), "dtype": "float32", "kv_bytes": "16M", "roles": "manual"}
     with hosted_cluster(cable, values) as cluster:
         yield cluster
 

@@ -82,10 +82,8 @@ def test_one_slow_step_fades() -> None:
     run_timed(bench, 2.0, *[0.01] * 9)
     slow = bench.scheduler.rates().prefill_tokens_per_second
     assert slow < 80
-    bench = Bench(budget=16, num_blocks=4000)
-    bench.add(new_request("b", prompt(16000), max_tokens=1))
-    run_timed(bench, 2.0, *[0.05] * 400)
-    assert bench.scheduler.rates().prefill_tokens_per_second > 0.95 * 320
+    run_timed(bench, *[0.5] * 80)
+    assert bench.scheduler.rates().prefill_tokens_per_second == pytest.approx(32, rel=0.05)
 
 
 def test_what_prompts_add_to_a_decode_step_bounds_them() -> None:
