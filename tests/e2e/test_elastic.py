@@ -160,6 +160,7 @@ NUM_BURST = 24
 QUIET_SECONDS = 2.0
 
 
+@pytest.mark.soak
 async def test_a_burst_brings_a_worker_within_the_budget_and_quiet_takes_it_away(
     tmp_path: Path, model_folder: Path
 ) -> None:
