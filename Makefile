@@ -27,7 +27,7 @@ BIN := .venv/bin
 STAMPS := .venv/stamps
 SETUP := FLOWPATH_TORCH=$(FLOWPATH_TORCH) bash deploy/setup.sh
 NATIVE_FILES := $(shell find native -type f \( -name '*.?pp' -o -name CMakeLists.txt \))
-NATIVE_TESTS := tests/unit/native $(wildcard $(addprefix tests/property/test_,segment_allocator.py alignment.py run_copy.py checksum.py))
+NATIVE_TESTS := tests/unit/native tests/unit/storage/test_block_files.py $(wildcard $(addprefix tests/property/test_,segment_allocator.py alignment.py run_copy.py checksum.py))
 
 .PHONY: help serve test compose-test gpu-test soak bench setup model lint asan clean
 
@@ -58,7 +58,7 @@ gpu-test: setup model
 	@exec $(BIN)/pytest -m gpu tests/gpu $(ARGS)
 
 soak: setup model
-	@exec $(BIN)/pytest -m soak tests/e2e tests/chaos tests/property $(ARGS)
+	@exec $(BIN)/pytest -m soak tests/e2e tests/chaos $(ARGS)
 
 bench: setup model
 	@exec $(BIN)/python -m benchmarks $(ARGS)

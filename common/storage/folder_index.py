@@ -167,7 +167,7 @@ class FolderIndex:
             known = self._keys[bytes.fromhex(path.replace("/", ""))]
             for key in known - listed.keys():
                 self._tree.remove(key)
-            known &= listed.keys()
+            known.intersection_update(listed)
             return [key for key in listed if key not in known]
 
     def _add(self, key: Key, parent: Key | None, num_bytes: int, used_ns: int) -> None:

@@ -8,7 +8,6 @@ import shutil
 import tempfile
 from pathlib import Path
 
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -103,6 +102,5 @@ class AloneMachine(FolderMachine):
 TestAlone = AloneMachine.TestCase
 TestAlone.settings = settings(max_examples=30, stateful_step_count=25, deadline=None)
 
-TestFolder = pytest.mark.soak(FolderMachine.TestCase)
-"""Fails in some runs: see "Known fault" in docs/storage.md."""
+TestFolder = FolderMachine.TestCase
 TestFolder.settings = settings(max_examples=30, stateful_step_count=25, deadline=None)

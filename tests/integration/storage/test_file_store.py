@@ -10,6 +10,8 @@ import pytest
 
 from common.kv.pool import KVPool
 from common.storage.file_store import FileStore
+from common.storage.folder import StoreFolder
+from common.storage.folder_index import FolderIndex
 from tests.support.stored_blocks import (
     BLOCK_BYTES,
     FILE_BYTES,
@@ -214,3 +216,19 @@ def test_a_damaged_ledger_is_counted_anew(tmp_path: Path, text: str) -> None:
     assert read_chain(store, chain("b", 2)) == [True] * 2
     assert folder_bytes(tmp_path) <= 4 * FILE_BYTES
     store.close()
+
+
+def test_a_block_that_others_removed_and_wrote_again_is_counted_again(tmp_path: Path) -> None:
+    folder = StoreFolder(tmp_path)
+    index = FolderIndex(folder)
+    store = open_file_store(tmp_path)
+    store_chain(store, chain("a", 1))
+    (path,) = files_of(tmp_path)
+    found = []
+    for change in (lambda: None, path.unlink, lambda: path.write_bytes(bytes(FILE_BYTES))):
+        change()
+        index.refresh()
+        found.append(index.totals())
+    assert found == [(1, FILE_BYTES), (0, 0), (1, FILE_BYTES)]
+    store.close()
+    folder.close()

@@ -7,6 +7,7 @@ import random
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,16 @@ def check_all(folder: Path, num_blocks: int, names: list[str], length: int) -> N
     assert ledger == {"stored_bytes": folder_bytes(folder), "reserved": {}}
 
 
+def locked_folder_bytes(folder: Path) -> int:
+    """Return the folder's bytes at one moment: nothing is named or evicted while they are added."""
+    try:
+        with (folder / "ledger").open("rb") as ledger:
+            fcntl.flock(ledger, fcntl.LOCK_EX)
+            return folder_bytes(folder)
+    except FileNotFoundError:  # no writer came yet
+        return 0
+
+
 def test_a_writer_that_is_killed_at_any_time_leaves_whole_blocks(tmp_path: Path) -> None:
     num_blocks, length = 40, 5
     random_numbers = random.Random(7)
@@ -85,7 +96,8 @@ def test_two_processes_write_the_same_blocks_and_evict_at_once(tmp_path: Path) -
     processes = [start_writer(tmp_path, num_blocks, "same", length, num_chains) for _ in range(2)]
     largest = 0
     while any(process.poll() is None for process in processes):
-        largest = max(largest, folder_bytes(tmp_path))
+        largest = max(largest, locked_folder_bytes(tmp_path))
+        time.sleep(0.01)  # the lock is the writers' too
     told = [chains_of(process) for process in processes]
     assert [process.returncode for process in processes] == [0, 0]
     assert [len(each) for each in told] == [num_chains] * 2
