@@ -12,15 +12,23 @@ from common.config.engine import EngineSettings
 from common.config.environment import ENVIRONMENT_PREFIX
 from common.config.scheduling import SchedulingSettings
 from common.config.serving import ServingSettings
+from common.config.storage import StorageSettings
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 DEFAULT_MODEL_NAME = "SmolLM2-135M-Instruct"
 
-GROUPS = (ServingSettings, EngineSettings, SchedulingSettings, ClusterSettings)
+GROUPS = (ServingSettings, EngineSettings, SchedulingSettings, StorageSettings, ClusterSettings)
 """The settings by subject, in the order in which people are told of them."""
 
 
-class Settings(ClusterSettings, SchedulingSettings, EngineSettings, ServingSettings, BaseSettings):
+class Settings(
+    ClusterSettings,
+    StorageSettings,
+    SchedulingSettings,
+    EngineSettings,
+    ServingSettings,
+    BaseSettings,
+):
     """All settings of one cluster, frozen; every process of it gets the same.
 
     Made directly it takes defaults and arguments alone; ``load_settings`` reads the layers. Fields

@@ -48,6 +48,8 @@ class WorkerHello:
     block_bytes: Count
     max_num_batched_tokens: Count
     max_num_seqs: Count
+    has_store: Flag = False
+    """Whether it can load blocks from the cluster's store."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRUCT)
@@ -185,6 +187,45 @@ class CopyPrefix:
     request_id: RequestId
     target: PeerInfo
     num_tokens: PromptLength
+    num_stored_tokens: Count = 0
+    """Leading tokens that the store has: the holder loads what it lacks of them first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRUCT)
+class PrefixNotCopied:
+    """Worker → controller: of a ``CopyPrefix`` nothing will come; the target is told."""
+
+    request_id: RequestId
+    message: Text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRUCT)
+class PrefixUnavailable:
+    """Controller → prefill worker: the prefix that this request waits for will not come.
+
+    The worker computes it. Ignored when the request does not wait. A repeat is safe.
+    """
+
+    request_id: RequestId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRUCT)
+class LookUpPrefix:
+    """Controller → a worker with a store: how much of this prompt is stored?
+
+    One raw frame: the hash chain of its whole blocks, 16 bytes each. Answered by ``PrefixFound``; a
+    repeat is safe. The controller waits for a moment only, and goes on as if nothing were stored.
+    """
+
+    request_id: RequestId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRUCT)
+class PrefixFound:
+    """Worker → controller: so many leading blocks of the prompt are stored, at this moment."""
+
+    request_id: RequestId
+    num_blocks: Count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRUCT)
@@ -389,6 +430,8 @@ class PlaceRequest:
     """How long it waited in the controller."""
     num_prefix_tokens: Count = 0
     """How much of the prompt another worker was told to copy here; wait for it a while."""
+    num_stored_tokens: Count = 0
+    """How much of the prompt to load from the store before the rest is computed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRUCT)
@@ -458,6 +501,8 @@ WorkerToController = (
     | KVIndexEvents
     | RoleSwitched
     | MigrationFailed
+    | PrefixNotCopied
+    | PrefixFound
 )
 GatewayToController = GatewayHello | GatewayHeartbeat | Goodbye | SubmitRequest | CancelRequest
 ControllerToWorker = (
@@ -478,6 +523,8 @@ ControllerToWorker = (
     | MigrateDecode
     | CopyPrefix
     | KVIndexRequested
+    | PrefixUnavailable
+    | LookUpPrefix
 )
 ControllerToGateway = (
     GatewayAccepted

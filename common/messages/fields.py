@@ -84,6 +84,8 @@ class WorkerLoad:
     """Prompt tokens of waiting and running requests not computed yet."""
     num_steps: Count
     """Engine steps since the start: the sign of progress that health reads."""
+    read_queue_tokens: Count = 0
+    """Tokens whose KV is being, or waits to be, read from the store."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRUCT)
@@ -97,6 +99,8 @@ class WorkerRates:
     in all steps before the first of these. What prompts add can be computed elsewhere."""
     decode_tokens_per_second: Rate
     """Tokens drawn per second of steps that decode, over all sequences."""
+    read_tokens_per_second: Rate = 0.0
+    """Tokens whose KV came from the store, per second of reading."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRUCT)
@@ -216,6 +220,7 @@ class PhaseName(StrEnum):
 
     QUEUE = "queue"
     PREFIX = "prefix"
+    LOAD = "load"
     PREFILL = "prefill"
     TRANSFER = "transfer"
     DECODE_WAIT = "decode_wait"

@@ -18,12 +18,14 @@ from common.messages.control import (
     HelloRefused,
     HelloRequested,
     KVIndexRequested,
+    LookUpPrefix,
     MigrateDecode,
     PeerJoined,
     PeerLeft,
     PlaceDecode,
     PlacementUnknown,
     PlaceRequest,
+    PrefixUnavailable,
     SetDraining,
     SwitchRole,
     WorkerAccepted,
@@ -54,6 +56,8 @@ Order = (
     | SetDraining
     | MigrateDecode
     | CopyPrefix
+    | PrefixUnavailable
+    | LookUpPrefix
     | KVIndexRequested
 )
 
@@ -138,6 +142,8 @@ class ControlLink:
                     | MigrateDecode()
                     | CopyPrefix()
                     | KVIndexRequested()
+                    | PrefixUnavailable()
+                    | LookUpPrefix()
                 ):
                     self._on_order(message, received.payload)
 

@@ -19,12 +19,14 @@ from common.messages.control import (
     Directive,
     Heartbeat,
     KVIndexRequested,
+    LookUpPrefix,
     MigrateDecode,
     PeerJoined,
     PeerLeft,
     PlaceDecode,
     PlacementUnknown,
     PlaceRequest,
+    PrefixUnavailable,
     RoleSwitched,
     SetDraining,
     SwitchRole,
@@ -113,6 +115,8 @@ class HybridWorker:
             case KVIndexRequested():
                 self._index.request_snapshot()
                 self._control.beat_soon()
+            case LookUpPrefix() | PrefixUnavailable():
+                log.info("order_ignored", order=type(order).__name__)
             case _:
                 assert_never(order)
         self._wake.set()

@@ -19,6 +19,8 @@ from common.messages.control import (
     MigrationFailed,
     PlacementUnknown,
     PlaceRequest,
+    PrefixFound,
+    PrefixNotCopied,
     RequestFailed,
     RequestFinished,
     RoleSwitched,
@@ -166,6 +168,8 @@ class ControllerCore:
                 | MigrationFailed()
             ):
                 return self._about_request(worker, message, cause, now)
+            case PrefixFound() | PrefixNotCopied():
+                return []
             case Goodbye(reason=reason):
                 told = f"worker {key[0]} left: {reason}"
                 code = ErrorCode.SHUTTING_DOWN
@@ -236,6 +240,8 @@ class ControllerCore:
                 | KVIndexEvents()
                 | RoleSwitched()
                 | MigrationFailed()
+                | PrefixFound()
+                | PrefixNotCopied()
             ):
                 raise RemoteProtocolError(f"gateway {key[0]} sent {type(message).__name__}")
             case _:

@@ -318,7 +318,14 @@ def test_settings_stand_by_subject_and_begin_with_where_to_listen() -> None:
 
 def test_a_size_is_told_from_a_number_by_its_setting() -> None:
     sizes = [name for name, field in Settings.model_fields.items() if is_size(field)]
-    assert sizes == ["max_body_bytes", "segment_min_size", "kv_bytes", "swap_bytes"]
+    assert sizes == [
+        "max_body_bytes",
+        "segment_min_size",
+        "kv_bytes",
+        "swap_bytes",
+        "emulated_store_bandwidth",
+        "emulated_fabric_bandwidth",
+    ]
 
 
 def test_every_setting_is_documented_and_has_a_variable_and_a_flag() -> None:

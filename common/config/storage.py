@@ -1,0 +1,37 @@
+"""Settings of the store of KV blocks, and of the paths by which they are read."""
+
+from typing import Literal
+
+from pydantic import BaseModel, Field
+
+from common.config.value_types import Bytes
+
+
+class StorageSettings(BaseModel):
+    """Where KV outlives its worker, and which side reads it back."""
+
+    store: str = Field(
+        "none",
+        description="Store of KV blocks: file:DIR, redis://HOST:PORT/DB or none; docs/storage.md "
+        "has the options.",
+    )
+    store_read: Literal["dual", "prefill", "decode"] = Field(
+        "dual",
+        description="Which side reads stored KV: prefill workers, decode workers, or for each "
+        "request the one whose queue of reads is shorter.",
+    )
+    store_writes: bool = Field(
+        default=True, description="Whether computed blocks are written to the store."
+    )
+    emulated_store_bandwidth: Bytes = Field(
+        0,
+        ge=0,
+        description="Bytes per second that each worker may read from the store (size), to try "
+        "slower links than this machine has; 0 does not limit.",
+    )
+    emulated_fabric_bandwidth: Bytes = Field(
+        0,
+        ge=0,
+        description="Bytes per second that each worker may send to other workers (size), to try "
+        "slower links than this machine has; 0 does not limit.",
+    )
