@@ -54,8 +54,9 @@ class WorkerRecord:
     ``kv`` and ``load`` are its last heartbeat's. ``assigned_tokens`` are the prompt tokens placed
     since then, ``replaced_blocks`` the blocks of refused decodes that were placed here again since
     then. ``placed_blocks`` are those of requests whose decode was placed here and has not started:
-    reserved already, or soon. ``pairs`` are a prefill worker's with decode workers; ``pairings``,
-    ``link_rates`` and ``troubles`` are the same by incarnation. ``changes`` hears of them all.
+    reserved already, or soon; ``num_placed`` are those requests. ``pairs`` are a prefill worker's
+    with decode workers; ``pairings``, ``link_rates`` and ``troubles`` are the same by incarnation.
+    ``changes`` hears of them all.
     """
 
     hello: WorkerHello
@@ -78,6 +79,7 @@ class WorkerRecord:
     assigned_tokens: int = 0
     replaced_blocks: int = 0
     placed_blocks: int = 0
+    num_placed: int = 0
     pairs: tuple[PairStatus, ...] = ()
     pairings: Mapping[Incarnation, Pairing] = field(default_factory=dict)
     link_rates: Mapping[Incarnation, float] = field(default_factory=dict)
@@ -170,6 +172,7 @@ class WorkerRecord:
             is_draining=self.is_draining or self.is_drain_ordered,
             has_heartbeat=self.load is not None,
             num_decoding=self.load.num_decoding if self.load else 0,
+            num_unfinished=self.num_placed + (self.load.num_decoding if self.load else 0),
             max_num_seqs=self.hello.max_num_seqs,
             max_num_batched_tokens=self.hello.max_num_batched_tokens,
             block_bytes=self.hello.block_bytes,
@@ -177,6 +180,9 @@ class WorkerRecord:
             decode_step_seconds=rates.decode_step_seconds if rates else 0.0,
             decode_rate=rates.decode_tokens_per_second if rates else 0.0,
             link_rates=self.link_rates,
+            host=self.peer.host,
+            read_queue_tokens=self.load.read_queue_tokens if self.load else 0,
+            read_rate=rates.read_tokens_per_second if rates else 0.0,
         )
 
     def take_pairs(self, pairs: tuple[PairStatus, ...]) -> None:

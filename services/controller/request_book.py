@@ -22,8 +22,8 @@ class RequestBook:
     """Every request's record. ``num_queued`` have not started to decode.
 
     ``queued`` and ``waiting`` are the ids in the phases QUEUED and WAITING, in the order of their
-    submission. Keeps each worker's ``placed_blocks`` right. ``requests`` is read by others and
-    changed here alone.
+    submission. Keeps each worker's ``placed_blocks`` and ``num_placed`` right. ``requests`` is
+    read by others and changed here alone.
     """
 
     def __init__(self, members: Members) -> None:
@@ -119,7 +119,9 @@ class RequestBook:
         if record.phase in NOT_STARTED:
             self.num_queued += sign
         if record.phase is RequestPhase.PLACED and record.decode in self._members.workers:
-            self._members.workers[record.decode].placed_blocks += sign * record.num_blocks
+            decode = self._members.workers[record.decode]
+            decode.placed_blocks += sign * record.num_blocks
+            decode.num_placed += sign
 
     def validate(self) -> None:
         """Check every sum over the records. Raises AssertionError: a bug of ours."""
@@ -134,12 +136,13 @@ class RequestBook:
             order = [self._arrival_of(request_id) for request_id in ids]
             assert order == sorted(order), (phase, ids)
         for key, worker in self._members.workers.items():
-            placed = sum(
+            placed = [
                 record.num_blocks
                 for record in records
                 if record.phase is RequestPhase.PLACED and record.decode == key
-            )
-            assert worker.placed_blocks == placed, (key, worker.placed_blocks, placed)
+            ]
+            assert worker.placed_blocks == sum(placed), (key, worker.placed_blocks, placed)
+            assert worker.num_placed == len(placed), (key, worker.num_placed, placed)
         for record in records:
             record.validate()
             assert record.phase is not RequestPhase.UNKNOWN, record.request_id

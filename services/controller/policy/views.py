@@ -49,6 +49,8 @@ class WorkerView:
     is_draining: bool = False
     has_heartbeat: bool = True
     num_decoding: int = 0
+    num_unfinished: int = 0
+    """Requests whose decode runs here or was placed here."""
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
     block_bytes: int = 0
@@ -58,6 +60,12 @@ class WorkerView:
     decode_rate: float = 0.0
     """Drawn tokens per second, over all sequences."""
     link_rates: Mapping[Incarnation, float] = field(default_factory=dict)
+    host: str = ""
+    """Where it runs; the workers of a host share its link to the store."""
+    read_queue_tokens: int = 0
+    """Tokens whose KV it reads from the store, or is to read."""
+    read_rate: float = 0.0
+    """Tokens per second that it reads from the store."""
 
     @property
     def key(self) -> Incarnation:
