@@ -1,0 +1,93 @@
+"""One link of limited rate that the threads of a process share."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from threading import Condition
+from time import monotonic
+
+from common.traffic.arbiter import LinkArbiter, TrafficClass
+
+QUANTUM_SECONDS = 0.005
+"""How long one quantum takes, and so model traffic waits for KV traffic at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkStats:
+    """What has passed a link since it was made. Transfers count when they are over."""
+
+    model_bytes: int = 0
+    kv_bytes: int = 0
+    model_wait_seconds: float = 0.0
+    """Seconds that transfers of model traffic took here, added up over all of them."""
+    kv_wait_seconds: float = 0.0
+    busy_seconds: float = 0.0
+    """How long the bytes take at the link's rate; 0 for a link without limit."""
+
+    def utilization_since(self, before: "LinkStats", seconds: float) -> float:
+        """Return the share of the link's time that was used in the span since ``before``.
+
+        It is over 1 where a transfer ended that had begun before.
+        """
+        return (self.busy_seconds - before.busy_seconds) / seconds
+
+
+class SharedLink:
+    """Makes transfers wait as they would at a link of ``bytes_per_second``; 0 lets all pass.
+
+    May be called from any thread. It moves nothing itself: whoever moves bytes calls ``transfer``
+    beside it. Within what one quantum takes, the time of moving them counts as the link's.
+    """
+
+    def __init__(self, bytes_per_second: int, clock: Callable[[], float] = monotonic) -> None:
+        self.bytes_per_second = bytes_per_second
+        self._clock = clock
+        self._arbiter: LinkArbiter | None = None
+        if bytes_per_second:
+            quantum = max(1, int(bytes_per_second * QUANTUM_SECONDS))
+            self._arbiter = LinkArbiter(bytes_per_second, quantum, quantum)
+        self._changed = Condition()
+        self._bytes = dict.fromkeys(TrafficClass, 0)
+        self._wait_seconds = dict.fromkeys(TrafficClass, 0.0)
+
+    def transfer(self, num_bytes: int, traffic_class: TrafficClass) -> float:
+        """Wait until so many bytes have passed; return the seconds waited.
+
+        Waits in quanta, so that a transfer of a better class overtakes one that has begun.
+        """
+        with self._changed:
+            waited = self._pass(num_bytes, traffic_class) if self._arbiter is not None else 0.0
+            self._bytes[traffic_class] += num_bytes
+            self._wait_seconds[traffic_class] += waited
+            return waited
+
+    def stats(self) -> LinkStats:
+        """Return the counts of now."""
+        with self._changed:
+            total = sum(self._bytes.values())
+            return LinkStats(
+                model_bytes=self._bytes[TrafficClass.MODEL],
+                kv_bytes=self._bytes[TrafficClass.KV],
+                model_wait_seconds=self._wait_seconds[TrafficClass.MODEL],
+                kv_wait_seconds=self._wait_seconds[TrafficClass.KV],
+                busy_seconds=total / self.bytes_per_second if self.bytes_per_second else 0.0,
+            )
+
+    def lift(self) -> None:
+        """Limit nothing any more and let all pass that waits: an ending process waits for none."""
+        with self._changed:
+            self._arbiter = None
+            self._changed.notify_all()
+
+    def _pass(self, num_bytes: int, traffic_class: TrafficClass) -> float:
+        began = now = self._clock()
+        arbiter = self._arbiter
+        assert arbiter is not None, "a link without limit is not waited for"
+        ticket = arbiter.offer(traffic_class, num_bytes, now)
+        while self._arbiter is not None:
+            arbiter.advance(now)
+            until = arbiter.next_at if ticket.passed_at is None else ticket.passed_at
+            if until <= now:
+                break
+            self._changed.wait(until - now)
+            now = self._clock()
+        return now - began

@@ -1,0 +1,79 @@
+from threading import Event, Thread
+from time import monotonic
+
+import pytest
+
+from common.traffic.arbiter import TrafficClass
+from common.traffic.shared_link import QUANTUM_SECONDS, LinkStats, SharedLink
+
+MODEL, KV = TrafficClass.MODEL, TrafficClass.KV
+RATE = 10_000_000
+
+
+def test_a_link_without_limit_lets_all_pass_and_counts() -> None:
+    link = SharedLink(0)
+    assert link.transfer(10**12, KV) == 0.0
+    assert link.transfer(5, MODEL) == 0.0
+    assert link.stats() == LinkStats(model_bytes=5, kv_bytes=10**12)
+
+
+def test_a_transfer_takes_as_long_as_its_bytes_take_but_for_one_burst() -> None:
+    link = SharedLink(RATE)
+    num_bytes = RATE // 20
+    waited = link.transfer(num_bytes, KV)
+    assert waited >= 0.05 - QUANTUM_SECONDS - 1e-9
+    stats = link.stats()
+    assert stats.kv_bytes == num_bytes
+    assert stats.kv_wait_seconds == waited
+    assert stats.busy_seconds == pytest.approx(0.05)
+    assert stats.utilization_since(LinkStats(), seconds=0.1) == pytest.approx(0.5)
+
+
+def test_model_traffic_overtakes_kv_traffic_that_has_begun() -> None:
+    link = SharedLink(RATE)
+    ended: list[TrafficClass] = []
+    under_way = Event()
+
+    def move_kv() -> None:
+        under_way.set()
+        link.transfer(RATE * 3600, KV)
+        ended.append(KV)
+
+    kv = Thread(target=move_kv)
+    kv.start()
+    assert under_way.wait(10)
+    link.transfer(RATE // 20, MODEL)
+    ended.append(MODEL)
+    assert link.stats().kv_bytes == 0
+    link.lift()
+    kv.join(10)
+    assert ended == [MODEL, KV]
+
+
+def test_two_threads_share_the_rate() -> None:
+    link = SharedLink(RATE)
+    threads = [Thread(target=link.transfer, args=(RATE // 40, KV)) for _ in range(2)]
+    began = monotonic()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert monotonic() - began >= 0.05 - QUANTUM_SECONDS - 1e-9
+    assert link.stats().kv_bytes == RATE // 20
+
+
+def test_a_lifted_limit_lets_pass_what_waits() -> None:
+    link = SharedLink(1000)
+    under_way = Event()
+
+    def move() -> None:
+        under_way.set()
+        link.transfer(10**9, KV)
+
+    thread = Thread(target=move)
+    thread.start()
+    assert under_way.wait(10)
+    link.lift()
+    thread.join(10)
+    assert not thread.is_alive()
+    assert link.transfer(10**9, KV) == 0.0
