@@ -44,12 +44,27 @@ class Acquired:
     num_cached_tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class PublishedBlocks:
+    """Successive blocks that ``owner`` holds, with their hashes; ``previous`` is the one before.
+
+    ``previous`` is None where the first block begins the prompt.
+    """
+
+    owner: str
+    block_ids: tuple[int, ...]
+    hashes: tuple[bytes, ...]
+    previous: bytes | None
+
+
 @dataclass(slots=True)
 class _Table:
     hold: Hold
     blocks: list[int]
     hashes: list[bytes] = field(default_factory=list)
     """Chain hashes of the leading blocks that are published."""
+    previous: bytes | None = None
+    """The hash before the first block; None where that begins the prompt."""
 
 
 class BlockManager:
@@ -143,6 +158,30 @@ class BlockManager:
         self._log(AllocOpKind.ACQUIRE, owner, [], shared)
         return len(shared) * self._block_size
 
+    def hold_published(self, owner: str, parent: str, first: int) -> PublishedBlocks:
+        """Let ``owner`` hold the parent's published blocks from number ``first`` on.
+
+        It has a TRANSFER hold on them, and on none before. LocalProtocolError where ``owner`` is
+        live, or the parent has not published so many.
+        """
+        source = self._table(parent)
+        if owner in self._tables:
+            raise LocalProtocolError(f"{owner} holds blocks already")
+        hashes = source.hashes[first:]
+        if not hashes:
+            raise LocalProtocolError(f"{parent} has not published block {first}")
+        previous = source.hashes[first - 1] if first else source.previous
+        shared = source.blocks[first : first + len(hashes)]
+        table = _Table(Hold.TRANSFER, [], hashes, previous)
+        self._tables[owner] = table
+        self._add_holder(table, shared)
+        self._log(AllocOpKind.ACQUIRE, owner, [], shared)
+        return PublishedBlocks(owner, tuple(shared), tuple(hashes), previous)
+
+    def prefix_hashes(self, token_ids: TokenIds) -> list[bytes]:
+        """Return the hashes of the whole blocks of ``token_ids``, which begin a prompt."""
+        return list(self._cache.chain(None, token_ids))
+
     def grow(self, owner: str, num_tokens: int) -> bool:
         """Make room for ``num_tokens`` tokens in all, in place at the tail where possible.
 
@@ -220,7 +259,8 @@ class BlockManager:
         """
         table = self._table(owner)
         del self._tables[owner]
-        num_reachable = self._cache.num_reachable(table.hashes)
+        ancestors = self._cache.ancestors(table.previous)
+        num_reachable = 0 if ancestors is None else self._cache.num_reachable(table.hashes)
         unheld: list[int] = []
         # From the last block to the first: the order of eviction (prefix_cache.py).
         for index in reversed(range(len(table.blocks))):
@@ -236,6 +276,8 @@ class BlockManager:
             else:
                 self._cache.forget(block)
                 unheld.append(block)
+        for block in ancestors or ():
+            self._cache.renew(block)
         self._log(AllocOpKind.RELEASE, owner, self._free(unheld), [])
 
     def is_held(self, owner: str) -> bool:

@@ -112,6 +112,21 @@ class PrefixCache:
                 return index
         return len(hashes)
 
+    def ancestors(self, previous: bytes | None) -> list[int] | None:
+        """Return the blocks up to and with that of hash ``previous``, the last one first.
+
+        ``previous`` is None before the first block. None where one of them is indexed no more.
+        """
+        blocks: list[int] = []
+        current = self._root if previous is None else previous
+        while current != self._root:
+            block = self._block_of.get(current)
+            if block is None:
+                return None
+            blocks.append(block)
+            current = self._hashes_of[block][1]
+        return blocks
+
     def retain(self, block: int) -> None:
         """Keep the block from eviction: somebody holds it. Does nothing for a held block."""
         self._evictable.pop(block, None)

@@ -32,6 +32,8 @@ class Owner:
     blocks: list[int]
     tokens: list[int]
     published: list[Prefix] = field(default_factory=list)
+    ancestors: list[Prefix] = field(default_factory=list)
+    """Of an owner that holds the later blocks of a prompt only: the prefixes before them."""
 
 
 @dataclass
@@ -93,7 +95,9 @@ class Model:
     def release(self, name: str) -> None:
         owner = self.owners.pop(name)
         self.now += 1
-        is_reachable = True
+        is_reachable = all(prefix in self.index for prefix in owner.ancestors)
+        if is_reachable:
+            self.used_at.update(dict.fromkeys(owner.ancestors, self.now))
         for prefix, block in zip(owner.published, owner.blocks, strict=False):
             is_reachable = is_reachable and prefix in self.index
             if is_reachable:
@@ -117,6 +121,7 @@ def hash_of(prefix: tuple[int, ...]) -> bytes:
 
 class BlockManagerMachine(RuleBasedStateMachine):
     owners = Bundle("owners")
+    parts = Bundle("parts")
 
     @initialize(num_blocks=st.integers(1, 20), min_remainder=st.integers(0, 1))
     def start(self, num_blocks: int, min_remainder: int) -> None:
@@ -203,6 +208,27 @@ class BlockManagerMachine(RuleBasedStateMachine):
         self.model.owners[name] = Owner(Hold.TRANSFER, shared, held, list(hits))
         return name
 
+    @rule(target=parts, parent=owners, data=st.data())
+    def hold_published(self, parent: str, data: st.DataObject):  # type: ignore[no-untyped-def]  # as above
+        source = self.model.owners[parent]
+        if not source.published:
+            return multiple()
+        name = self.new_name()
+        first = data.draw(st.integers(0, len(source.published) - 1))
+        held = self.manager.hold_published(name, parent, first)
+        part = Owner(
+            Hold.TRANSFER,
+            source.blocks[first : len(source.published)],
+            [],
+            source.published[first:],
+            source.published[:first],
+        )
+        assert list(held.block_ids) == part.blocks
+        assert list(held.hashes) == [hash_of(prefix) for prefix in part.published]
+        assert held.previous == (hash_of(part.ancestors[-1]) if first else None)
+        self.model.owners[name] = part
+        return name
+
     @rule(is_snapshot=st.sampled_from((False, False, False, True)))
     def take_index_changes(self, is_snapshot: bool) -> None:
         changes = self.manager.take_index_changes(is_snapshot=is_snapshot)
@@ -261,8 +287,15 @@ class BlockManagerMachine(RuleBasedStateMachine):
         self.manager.set_hold(name, hold)
         self.model.owners[name].hold = hold
 
+    @rule(name=consumes(parts))
+    def release_part(self, name: str) -> None:
+        self.release_checked(name)
+
     @rule(name=consumes(owners))
     def release(self, name: str) -> None:
+        self.release_checked(name)
+
+    def release_checked(self, name: str) -> None:
         self.manager.release(name)
         self.model.release(name)
         assert not self.manager.is_held(name)

@@ -250,6 +250,35 @@ def test_blocks_that_can_no_longer_be_found_are_freed_on_release() -> None:
     assert (counts.free, counts.cached) == (2, 0)
 
 
+def test_who_holds_later_blocks_alone_keeps_those_before_them_longer_at_its_end() -> None:
+    manager = make(6)
+    blocks = acquire(manager, "a", tokens(3)).block_ids
+    manager.publish("a", tokens(3))
+    held = manager.hold_published("part", "a", 1)
+    assert held.block_ids == blocks[1:]
+    assert [held.previous, *held.hashes] == manager.prefix_hashes(tokens(3))
+    manager.release("a")
+    assert manager.counts().in_transfer == 2
+    cache(manager, "b", tokens(2, first=100))
+    manager.release("part")
+    manager.validate()
+    acquire(manager, "c", tokens(3, first=200))
+    assert manager.match(tokens(2, first=100), 99) == 0, "it was used longer ago than the part"
+    assert manager.match(tokens(3), 99) == 3 * SIZE
+
+
+def test_only_published_blocks_are_held_as_such() -> None:
+    manager = make(6)
+    acquire(manager, "a", tokens(3))
+    manager.publish("a", tokens(1))
+    for first in (1, 2):
+        with pytest.raises(LocalProtocolError, match="has not published"):
+            manager.hold_published("part", "a", first)
+    with pytest.raises(LocalProtocolError, match="holds blocks already"):
+        manager.hold_published("a", "a", 0)
+    assert not manager.is_held("part")
+
+
 def test_held_blocks_are_never_evicted() -> None:
     manager = make(4)
     prompt = tokens(2)
