@@ -37,6 +37,7 @@ class Heartbeats:
         worker.mode = heartbeat.mode
         worker.rates = heartbeat.rates
         worker.assigned_tokens = 0
+        worker.assigned_reads = 0
         worker.replaced_blocks = 0
         worker.is_draining = heartbeat.is_draining
         worker.is_quarantined = heartbeat.is_quarantined

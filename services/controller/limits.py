@@ -1,6 +1,7 @@
 """The settings that the controller's decisions depend on."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from common.config.settings import Settings
 from common.messages.admin import RoleControl
@@ -13,7 +14,7 @@ class ControllerLimits:
     ``refusal_seconds``; so long is a prompt kept. A request waits ``room_wait_seconds`` for a
     decode worker with room, and ``no_worker_wait_seconds`` where none is ready; so long it is
     queued, too, while no ready workers could serve it. ``ttft_seconds`` and ``tpot_seconds`` are
-    what load is measured against.
+    what load is measured against. ``store_read`` says which sides read from the store.
     """
 
     heartbeat_seconds: float = 0.2
@@ -31,6 +32,7 @@ class ControllerLimits:
     role_control: RoleControl = RoleControl.MANUAL
     ttft_seconds: float = 2.0
     tpot_seconds: float = 0.05
+    store_read: Literal["dual", "prefill", "decode"] = "dual"
 
     @classmethod
     def of(cls, settings: Settings) -> "ControllerLimits":
@@ -44,4 +46,5 @@ class ControllerLimits:
             role_control=RoleControl(settings.roles),
             ttft_seconds=settings.ttft_slo_seconds,
             tpot_seconds=settings.decode_sla / 1000,
+            store_read=settings.store_read,
         )

@@ -52,6 +52,7 @@ class WorkerRecord:
     since nobody else has the other.
 
     ``kv`` and ``load`` are its last heartbeat's. ``assigned_tokens`` are the prompt tokens placed
+    since then, ``assigned_reads`` the tokens that it is to read from the store for requests placed
     since then, ``replaced_blocks`` the blocks of refused decodes that were placed here again since
     then. ``placed_blocks`` are those of requests whose decode was placed here and has not started:
     reserved already, or soon; ``num_placed`` are those requests. ``pairs`` are a prefill worker's
@@ -77,6 +78,7 @@ class WorkerRecord:
     drain_told_at: float = 0.0
     is_quarantined: bool = False
     assigned_tokens: int = 0
+    assigned_reads: int = 0
     replaced_blocks: int = 0
     placed_blocks: int = 0
     num_placed: int = 0
@@ -181,7 +183,9 @@ class WorkerRecord:
             decode_rate=rates.decode_tokens_per_second if rates else 0.0,
             link_rates=self.link_rates,
             host=self.peer.host,
-            read_queue_tokens=self.load.read_queue_tokens if self.load else 0,
+            has_store=self.hello.has_store,
+            read_queue_tokens=(self.load.read_queue_tokens if self.load else 0)
+            + self.assigned_reads,
             read_rate=rates.read_tokens_per_second if rates else 0.0,
         )
 
@@ -393,7 +397,7 @@ class Members:
         for key, worker in self.workers.items():
             assert key == worker.key, key
             assert key not in self._dead, key
-            assert worker.assigned_tokens >= 0, key
+            assert worker.assigned_tokens >= 0 <= worker.assigned_reads, key
         for key, gateway in self.gateways.items():
             assert key == gateway.key, key
             assert key not in self._dead, key

@@ -62,8 +62,10 @@ class WorkerView:
     link_rates: Mapping[Incarnation, float] = field(default_factory=dict)
     host: str = ""
     """Where it runs; the workers of a host share its link to the store."""
+    has_store: bool = False
+    """Whether it can load blocks from the store."""
     read_queue_tokens: int = 0
-    """Tokens whose KV it reads from the store, or is to read."""
+    """Tokens whose KV it reads from the store, or is to read, those just assigned included."""
     read_rate: float = 0.0
     """Tokens per second that it reads from the store."""
 
@@ -116,6 +118,7 @@ class RequestView:
 
     ``num_blocks`` are those without which no worker can serve it (``num_blocks_needed``).
     ``hits`` are the leading blocks of its prompt that each worker has cached; absent is 0.
+    ``num_stored_blocks`` are those that the store has, as far as loading them can help.
     """
 
     num_prompt_tokens: int
@@ -124,6 +127,7 @@ class RequestView:
     num_choices: int = 1
     num_left: int = 0
     hits: Mapping[Incarnation, int] = field(default_factory=dict)
+    num_stored_blocks: int = 0
 
     @property
     def num_prompt_blocks(self) -> int:
@@ -133,6 +137,11 @@ class RequestView:
     def num_uncached(self, num_hit_blocks: int) -> int:
         """Prompt tokens to compute with so many blocks cached: at least the last one."""
         return max(1, self.num_prompt_tokens - num_hit_blocks * self.block_size)
+
+    @property
+    def max_hit_blocks(self) -> int:
+        """Whole blocks that spare a worker computing; its last token is always computed."""
+        return (self.num_prompt_tokens - 1) // self.block_size
 
 
 @dataclass(frozen=True, slots=True)
