@@ -10,8 +10,9 @@ somebody waits, the next quantum begins:
   once that pays for the quantum at the head of ``KV``, it is next.
 
 So a quantum of ``MODEL`` waits for at most one of ``KV``, and ``KV`` gets at least its share.
-The link is a token bucket of ``burst_bytes``: an idle link saves up that much time, which makes up
-for callers that come late. Bytes that have passed never exceed rate x time + burst, in any span.
+The link is a token bucket of ``burst_bytes``: while idle it saves up so much time, which makes up
+for the gaps between a caller's transfers. In no span pass more bytes than rate x time, and a burst.
+Nobody need call in time: what waits passes on the link's own time line, which is caught up with.
 """
 
 from collections import deque
@@ -42,6 +43,7 @@ class Ticket:
 
     traffic_class: TrafficClass
     waiting_bytes: int
+    offered_at: float
     passed_at: float | None = None
 
 
@@ -72,8 +74,11 @@ class LinkArbiter:
         self._kv_credit = 0.0
 
     def offer(self, traffic_class: TrafficClass, num_bytes: int, now: float) -> Ticket:
-        """Let a transfer wait for its turn; one of no bytes has passed at once."""
-        ticket = Ticket(traffic_class, num_bytes)
+        """Let a transfer wait for its turn; one of no bytes has passed at once.
+
+        Call ``advance`` before, or this one may overtake what should have begun.
+        """
+        ticket = Ticket(traffic_class, num_bytes, now)
         if num_bytes > 0:
             self._queues[traffic_class].append(ticket)
         else:
@@ -84,7 +89,7 @@ class LinkArbiter:
         """Let begin what may begin by ``now``; return the quanta in their order."""
         begun: list[Quantum] = []
         while self._free_at <= now and (traffic_class := self._next_class()) is not None:
-            begun.append(self._begin(traffic_class, now))
+            begun.append(self._begin(traffic_class))
         return begun
 
     @property
@@ -108,10 +113,10 @@ class LinkArbiter:
     def _head_bytes(self, queue: deque[Ticket]) -> int:
         return min(self.quantum_bytes, queue[0].waiting_bytes)
 
-    def _begin(self, traffic_class: TrafficClass, now: float) -> Quantum:
+    def _begin(self, traffic_class: TrafficClass) -> Quantum:
         queue = self._queues[traffic_class]
         ticket, num_bytes = queue[0], self._head_bytes(queue)
-        begins_at = max(self._free_at, now - self._burst_seconds)
+        begins_at = max(self._free_at, ticket.offered_at - self._burst_seconds)
         self._free_at = begins_at + num_bytes / self.bytes_per_second
         self._account(traffic_class, num_bytes)
         ticket.waiting_bytes -= num_bytes

@@ -1,11 +1,12 @@
 """One link of limited rate that the threads of a process share."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Condition
 from time import monotonic
 
-from common.traffic.arbiter import LinkArbiter, TrafficClass
+from common.traffic.arbiter import LinkArbiter, Ticket, TrafficClass
 
 QUANTUM_SECONDS = 0.005
 """How long one quantum takes, and so model traffic waits for KV traffic at most."""
@@ -18,7 +19,7 @@ class LinkStats:
     model_bytes: int = 0
     kv_bytes: int = 0
     model_wait_seconds: float = 0.0
-    """Seconds that transfers of model traffic took here, added up over all of them."""
+    """Seconds that model traffic was held up here, added up over all transfers."""
     kv_wait_seconds: float = 0.0
     busy_seconds: float = 0.0
     """How long the bytes take at the link's rate; 0 for a link without limit."""
@@ -34,8 +35,8 @@ class LinkStats:
 class SharedLink:
     """Makes transfers wait as they would at a link of ``bytes_per_second``; 0 lets all pass.
 
-    May be called from any thread. It moves nothing itself: whoever moves bytes calls ``transfer``
-    beside it. Within what one quantum takes, the time of moving them counts as the link's.
+    May be called from any thread. It moves nothing itself: whoever moves bytes does so inside of
+    ``passing``, and both together take as long as the slower of them.
     """
 
     def __init__(self, bytes_per_second: int, clock: Callable[[], float] = monotonic) -> None:
@@ -49,16 +50,26 @@ class SharedLink:
         self._bytes = dict.fromkeys(TrafficClass, 0)
         self._wait_seconds = dict.fromkeys(TrafficClass, 0.0)
 
-    def transfer(self, num_bytes: int, traffic_class: TrafficClass) -> float:
-        """Wait until so many bytes have passed; return the seconds waited.
+    @contextmanager
+    def passing(self, num_bytes: int, traffic_class: TrafficClass) -> Iterator[None]:
+        """Begin to pass so many bytes, and at the end of the block wait until they have passed.
 
-        Waits in quanta, so that a transfer of a better class overtakes one that has begun.
+        An exception is not held up. Passes in quanta, so that a transfer of a better class
+        overtakes one that has begun.
         """
+        ticket = self._offer(num_bytes, traffic_class)
+        yield
+        waited = 0.0 if ticket is None else self._wait(ticket)
         with self._changed:
-            waited = self._pass(num_bytes, traffic_class) if self._arbiter is not None else 0.0
             self._bytes[traffic_class] += num_bytes
             self._wait_seconds[traffic_class] += waited
-            return waited
+
+    def transfer(self, num_bytes: int, traffic_class: TrafficClass) -> float:
+        """Wait until so many bytes have passed; return the seconds that it took."""
+        began = self._clock()
+        with self.passing(num_bytes, traffic_class):
+            pass
+        return self._clock() - began
 
     def stats(self) -> LinkStats:
         """Return the counts of now."""
@@ -78,16 +89,23 @@ class SharedLink:
             self._arbiter = None
             self._changed.notify_all()
 
-    def _pass(self, num_bytes: int, traffic_class: TrafficClass) -> float:
-        began = now = self._clock()
-        arbiter = self._arbiter
-        assert arbiter is not None, "a link without limit is not waited for"
-        ticket = arbiter.offer(traffic_class, num_bytes, now)
-        while self._arbiter is not None:
-            arbiter.advance(now)
-            until = arbiter.next_at if ticket.passed_at is None else ticket.passed_at
-            if until <= now:
-                break
-            self._changed.wait(until - now)
+    def _offer(self, num_bytes: int, traffic_class: TrafficClass) -> Ticket | None:
+        with self._changed:
+            if self._arbiter is None:
+                return None
             now = self._clock()
-        return now - began
+            self._arbiter.advance(now)
+            return self._arbiter.offer(traffic_class, num_bytes, now)
+
+    def _wait(self, ticket: Ticket) -> float:
+        """Wait until a ticket has passed; return the seconds waited."""
+        with self._changed:
+            began = now = self._clock()
+            while self._arbiter is not None:
+                self._arbiter.advance(now)
+                until = self._arbiter.next_at if ticket.passed_at is None else ticket.passed_at
+                if until <= now:
+                    break
+                self._changed.wait(until - now)
+                now = self._clock()
+            return now - began

@@ -12,8 +12,9 @@ RATE = 10_000_000
 
 def test_a_link_without_limit_lets_all_pass_and_counts() -> None:
     link = SharedLink(0)
-    assert link.transfer(10**12, KV) == 0.0
-    assert link.transfer(5, MODEL) == 0.0
+    link.transfer(10**12, KV)
+    with link.passing(5, MODEL):
+        pass
     assert link.stats() == LinkStats(model_bytes=5, kv_bytes=10**12)
 
 
@@ -24,7 +25,7 @@ def test_a_transfer_takes_as_long_as_its_bytes_take_but_for_one_burst() -> None:
     assert waited >= 0.05 - QUANTUM_SECONDS - 1e-9
     stats = link.stats()
     assert stats.kv_bytes == num_bytes
-    assert stats.kv_wait_seconds == waited
+    assert 0 < stats.kv_wait_seconds <= waited
     assert stats.busy_seconds == pytest.approx(0.05)
     assert stats.utilization_since(LinkStats(), seconds=0.1) == pytest.approx(0.5)
 
@@ -76,4 +77,22 @@ def test_a_lifted_limit_lets_pass_what_waits() -> None:
     link.lift()
     thread.join(10)
     assert not thread.is_alive()
-    assert link.transfer(10**9, KV) == 0.0
+    held_up = link.stats().kv_wait_seconds
+    link.transfer(10**9, KV)
+    assert link.stats().kv_wait_seconds == held_up
+
+
+def test_what_moves_beside_the_link_takes_none_of_its_time() -> None:
+    now = [100.0]
+    link = SharedLink(RATE, clock=lambda: now[0])
+    with link.passing(RATE, KV):
+        now[0] += 1.0
+    assert link.stats().kv_wait_seconds == 0.0
+    assert link.stats().kv_bytes == RATE
+
+
+def test_a_failed_move_is_not_held_up() -> None:
+    link = SharedLink(RATE, clock=lambda: 0.0)
+    with pytest.raises(ValueError, match="lost"), link.passing(RATE * 3600, KV):
+        raise ValueError("lost")
+    assert link.stats() == LinkStats()
