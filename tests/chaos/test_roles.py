@@ -1,10 +1,14 @@
-"""Roles that change for minutes, by hand and by load, under requests that must not feel it."""
+"""Roles that change for minutes, by hand and by load, under requests that must not feel it.
+
+Every answer is compared with that of one combined worker.
+"""
 
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from itertools import count
+from datetime import UTC, datetime
+from itertools import count, pairwise
 from pathlib import Path
 from time import monotonic
 
@@ -13,8 +17,9 @@ import pytest
 from common.ids import WorkerId
 from common.messages.admin import OrderRole, StatusReport, WorkerStatus
 from common.messages.fields import Role
-from common.telemetry.story import read_log_folder
+from common.telemetry.story import LogEntry, read_log_folder
 from services.cli.admin import give_order
+from tests.support.answers import Json
 from tests.support.prompts import Encode
 from tests.support.served import Served, ServedClient, client_of, serving
 from tests.support.undisturbed import Undisturbed, greedy_bodies, run_quietly
@@ -30,6 +35,8 @@ SWITCHED_SECONDS = 1.0
 """So soon is the new role's work accepted."""
 WAVE_SECONDS, NUM_WAVES = 60.0, 10
 WAVE_LANES = 8
+MAX_SWITCHES = 2
+"""In one wave."""
 PREFILL_HEAVY = ((600, 900, 750, 820), 2)
 DECODE_HEAVY = ((20, 30, 25, 40), 160)
 """Prompt lengths and output of the two halves of a wave, in tokens."""
@@ -69,9 +76,18 @@ async def loaded(lanes: Lanes, num_lanes: int) -> AsyncIterator[None]:
             is_over.set()
 
 
+async def _told_by_combined(
+    model: Path, *groups: Sequence[Json], **settings: object
+) -> list[list[Undisturbed]]:
+    """Return what one combined worker answers to each group of requests, one after the other."""
+    values = {"model": str(model), "dtype": "float32", "combined": True, **settings}
+    async with serving(values) as served, client_of(served) as client:
+        return [await run_quietly(client.ask, bodies) for bodies in groups]
+
+
 def _is_idle(report: StatusReport) -> bool:
     return report.num_requests == 0 and all(
-        worker.kv is not None and not worker.kv.referenced and not worker.kv.in_transfer
+        worker.kv is not None and worker.kv.total == worker.kv.free + worker.kv.cached
         for worker in report.workers
     )
 
@@ -108,10 +124,10 @@ async def test_100_switches_under_load_are_felt_by_nobody_and_leak_nothing(
         "max_num_batched_tokens": 64,
         "model": str(model_folder),
     }
+    bodies = greedy_bodies(encode, LENGTHS, MAX_TOKENS, first=700_000)
+    (quiet,) = await _told_by_combined(model_folder, bodies, block_size=BLOCK_SIZE)
     async with serving(settings) as served, client_of(served) as client:
         await served.wait_until("four workers", lambda report: len(report.workers) == 4)
-        bodies = greedy_bodies(encode, LENGTHS, MAX_TOKENS, first=700_000)
-        quiet = await run_quietly(client.ask, bodies)
         lanes = Lanes(client, quiet)
         async with loaded(lanes, NUM_LANES):
             taken = await _switch_back_and_forth(served)
@@ -123,10 +139,21 @@ async def test_100_switches_under_load_are_felt_by_nobody_and_leak_nothing(
         assert lanes.num_answers > NUM_LANES
         assert max(taken) < SWITCHED_SECONDS
         await served.wait_until("nothing is held", _is_idle)
+        assert not _failures(read_log_folder(served.settings.log_dir))
 
 
 def _role_counts(workers: Sequence[WorkerStatus]) -> Counter[str]:
     return Counter(str(worker.role) for worker in workers)
+
+
+def _failures(log: Sequence[LogEntry]) -> list[LogEntry]:
+    return [e for e in log if e.event in ("request_failed", "request_resumed", "stream_failed")]
+
+
+def _num_in_each(times: Sequence[str], starts: Sequence[str]) -> list[int]:
+    """Count the times between each start and the next one, and after the last."""
+    ends = [*starts, datetime.max.replace(tzinfo=UTC).isoformat()]
+    return [sum(first <= time < last for time in times) for first, last in pairwise(ends)]
 
 
 async def test_a_square_wave_of_load_causes_at_most_two_switches_a_wave(
@@ -141,28 +168,32 @@ async def test_a_square_wave_of_load_causes_at_most_two_switches_a_wave(
         "dtype": "float32",
         "kv_bytes": 512 * 2**20,
     }
+    groups = [
+        greedy_bodies(encode, lengths, output, first=800_000 + 50_000 * place)
+        for place, (lengths, output) in enumerate((PREFILL_HEAVY, DECODE_HEAVY))
+    ]
+    halves = await _told_by_combined(model_folder, *groups)
     async with serving(settings) as served, client_of(served) as client:
         await served.wait_until("four workers", lambda report: len(report.workers) == 4)
-        halves = [
-            await run_quietly(
-                client.ask, greedy_bodies(encode, lengths, output, first=800_000 + 50_000 * place)
-            )
-            for place, (lengths, output) in enumerate((PREFILL_HEAVY, DECODE_HEAVY))
-        ]
-        never = asyncio.Event()
+        never, starts, num_answers = asyncio.Event(), list[str](), 0
         for wave in range(NUM_WAVES):
+            starts.append(datetime.now(UTC).isoformat())
             for quiet in halves:
                 lanes = Lanes(client, quiet)
                 async with loaded(lanes, WAVE_LANES):
                     await _pass(WAVE_SECONDS / 2, never)
                 assert lanes.wrong == [], f"wave {wave}"
+                num_answers += lanes.num_answers
         report = await served.wait_until("nothing is held", _is_idle)
         assert set(_role_counts(report.workers)) == {"prefill", "decode"}
         log = read_log_folder(served.settings.log_dir)
-        num_switches = sum(entry.event == "role_ordered" for entry in log)
-        print(f"{NUM_WAVES} waves: {num_switches} switches, {_role_counts(report.workers)}")
-        assert num_switches <= 2 * NUM_WAVES
-        assert not [entry for entry in log if entry.event == "request_failed"]
+        switches = _num_in_each([e.ts for e in log if e.event == "role_ordered"], starts)
+        print(
+            f"{NUM_WAVES} waves: {num_answers} answers, switches in each {switches}, at the end "
+            f"{dict(_role_counts(report.workers))}"
+        )
+        assert max(switches) <= MAX_SWITCHES
+        assert not _failures(log)
 
 
 async def _pass(seconds: float, never: asyncio.Event) -> None:

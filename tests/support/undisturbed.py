@@ -34,14 +34,23 @@ class Undisturbed:
             self.quiet.finish_reason,
         ):
             return None
-        for place, (token, wanted) in enumerate(
-            zip(choice.token_ids, self.quiet.token_ids, strict=False)
-        ):
-            if token != wanted:
-                if self._is_tie(place):
-                    return None
-                return f"{answer.request_id}: token {place} is {token}, not {wanted}"
-        return f"{answer.request_id}: {len(choice.token_ids)} tokens, {choice.finish_reason}"
+        place = self._parting(choice)
+        if place is None:
+            return f"{answer.request_id}: {len(choice.token_ids)} tokens, {choice.finish_reason}"
+        if self._is_tie(place):
+            return None
+        token, wanted = choice.token_ids[place], self.quiet.token_ids[place]
+        return f"{answer.request_id}: token {place} is {token}, not {wanted}"
+
+    def is_tied(self, answer: Answer) -> bool:
+        """Whether an answer took the other way where the two best logprobs were a tie."""
+        place = self._parting(answer.choices[0])
+        return place is not None and self._is_tie(place)
+
+    def _parting(self, choice: ChoiceAnswer) -> int | None:
+        """Return the place of the first token that differs."""
+        pairs = zip(choice.token_ids, self.quiet.token_ids, strict=False)
+        return next((place for place, (one, other) in enumerate(pairs) if one != other), None)
 
     def _is_tie(self, place: int) -> bool:
         best = sorted(self.quiet.top_logprobs[place].values(), reverse=True)

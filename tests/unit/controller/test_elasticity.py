@@ -10,7 +10,7 @@ from common.messages.admin import (
     StartWorker,
     StopWorker,
 )
-from common.messages.control import Directive, PlaceRequest, SetDraining, SwitchRole
+from common.messages.control import Directive, MigrateDecode, PlaceRequest, SetDraining, SwitchRole
 from common.messages.fields import Mode, Role
 from services.controller.effects import Effect
 from services.controller.elasticity import SCALER_SECONDS
@@ -186,6 +186,24 @@ def test_low_load_drains_an_added_worker_and_stops_it_when_it_is_empty() -> None
     assert notes(effects).count("worker_stopped") == 1
     effects = load.seconds(30)
     assert not any(key[0] in ("p0", "d0") for key, _ in only(effects, SetDraining))
+
+
+def test_the_decodes_of_an_added_worker_move_before_it_is_stopped() -> None:
+    load = Load()
+    load.cluster.join("extra-decode-0", Role.DECODE, pid=300)
+    load.running = ("p0", "d0", "extra-decode-0")
+    load.cluster.beat("d0", heartbeat(kv(referenced=50)))
+    load.cluster.submit("r")
+    load.cluster.started("extra-decode-0", "r")
+    effects = load.seconds(60)
+    load.draining = {"extra-decode-0"}
+    ((source, move),) = only(effects, MigrateDecode)
+    assert isinstance(move, MigrateDecode)
+    assert (source[0], move.decode.worker_id) == ("extra-decode-0", "d0")
+    assert not any(isinstance(answer, StopWorker) for answer in answers(load.seconds(5)))
+    load.cluster.started("d0", "r")
+    stops = [answer for answer in answers(load.rounds(2)) if isinstance(answer, StopWorker)]
+    assert stops == [StopWorker(worker_id=WorkerId("extra-decode-0"))]
 
 
 def test_a_controller_that_was_started_anew_stops_what_an_earlier_one_drained() -> None:
