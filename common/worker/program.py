@@ -29,6 +29,8 @@ from common.scheduler.steps import SchedulerLimits
 from common.scheduler.swap import SwapSpace
 from common.telemetry.exposition import metrics_served
 from common.telemetry.logging import configure_logging
+from common.traffic.shared_link import SharedLink
+from common.transfer.limited import limit_backends
 from common.transfer.local import LocalBackend
 from common.transport.addresses import check_network, controller_endpoint, load_keys
 from common.transport.channels import CONTROL, HANDOFF, TOKENS
@@ -82,11 +84,12 @@ def run(settings: Settings, role: Role, worker_id: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Hands:
-    """What an incarnation works with: threads for steps and copies, and its transports."""
+    """What an incarnation works with: threads for steps and copies, and its ways to peers."""
 
     engine_thread: ThreadPoolExecutor
     copier: ThreadPoolExecutor
     transports: Transports
+    fabric: SharedLink
 
 
 class _Incarnation:
@@ -122,10 +125,12 @@ class _Incarnation:
             settings.cluster_host,
             layout=self._machine.layout,
         )
+        fabric = SharedLink(settings.emulated_fabric_bandwidth)
         is_fenced = False
         try:
             async with asyncio.TaskGroup() as tasks:
-                await self._serve(tasks, context, _Hands(engine_thread, copier, transports))
+                hands = _Hands(engine_thread, copier, transports, fabric)
+                await self._serve(tasks, context, hands)
         except* WasFenced as group:
             is_fenced = True
             log.warning("fenced", reason=str(group.exceptions[0]))
@@ -138,6 +143,7 @@ class _Incarnation:
             raise first from None
         finally:
             # Steps and writes end before the pool can be used by another incarnation.
+            fabric.lift()
             engine_thread.shutdown(wait=True)
             copier.shutdown(wait=True)
             transports.close()
@@ -215,7 +221,7 @@ class _Incarnation:
         )
         outbound = OutboundHandoffs(
             setup,
-            hands.transports.backends,
+            limit_backends(hands.transports.backends, hands.fabric),
             self._handoff_connector(context),
             worker.requests.on_handoff_ended,
         )
