@@ -8,6 +8,7 @@ from services.controller.members import Members
 from services.controller.request_machine import (
     DECODED,
     NOT_STARTED,
+    UNPLACED,
     Dispatched,
     RequestEvent,
     RequestPhase,
@@ -21,9 +22,9 @@ MAX_STOPPED_KEPT = 4096
 class RequestBook:
     """Every request's record. ``num_queued`` have not started to decode.
 
-    ``queued`` and ``waiting`` are the ids in the phases QUEUED and WAITING, in the order of their
-    submission. Keeps each worker's ``placed_blocks`` and ``num_placed`` right. ``requests`` is
-    read by others and changed here alone.
+    ``queued`` are the ids in the phases QUEUED and LOOKING_UP, ``waiting`` those in WAITING, both
+    in the order of their submission. Keeps each worker's ``placed_blocks`` and ``num_placed``
+    right. ``requests`` is read by others and changed here alone.
     """
 
     def __init__(self, members: Members) -> None:
@@ -78,8 +79,8 @@ class RequestBook:
             effects = record.handle(event, cause, now)
         finally:
             self._count(record, 1)
-        self.queued = self._ordered(self.queued, record, RequestPhase.QUEUED)
-        self.waiting = self._ordered(self.waiting, record, RequestPhase.WAITING)
+        self.queued = self._ordered(self.queued, record, UNPLACED)
+        self.waiting = self._ordered(self.waiting, record, (RequestPhase.WAITING,))
         if record.phase is RequestPhase.UNKNOWN:
             self._forget(record)
             facts: tuple[Fact, ...] = (
@@ -96,10 +97,10 @@ class RequestBook:
         return effects
 
     def _ordered(
-        self, ids: dict[RequestId, None], record: RequestRecord, phase: RequestPhase
+        self, ids: dict[RequestId, None], record: RequestRecord, phases: tuple[RequestPhase, ...]
     ) -> dict[RequestId, None]:
-        """Return the ids in a phase, with or without the record as its phase says."""
-        if record.phase is not phase:
+        """Return the ids in some phases, with or without the record as its phase says."""
+        if record.phase not in phases:
             ids.pop(record.request_id, None)
         elif record.request_id not in ids:
             return dict.fromkeys(sorted([record.request_id, *ids], key=self._arrival_of))
@@ -128,13 +129,10 @@ class RequestBook:
         records = self.requests.values()
         queued = [record for record in records if record.phase in NOT_STARTED]
         assert self.num_queued == len(queued), (self.num_queued, len(queued))
-        for ids, phase in (
-            (self.queued, RequestPhase.QUEUED),
-            (self.waiting, RequestPhase.WAITING),
-        ):
-            assert set(ids) == {r.request_id for r in records if r.phase is phase}, (phase, ids)
+        for ids, phases in ((self.queued, UNPLACED), (self.waiting, (RequestPhase.WAITING,))):
+            assert set(ids) == {r.request_id for r in records if r.phase in phases}, (phases, ids)
             order = [self._arrival_of(request_id) for request_id in ids]
-            assert order == sorted(order), (phase, ids)
+            assert order == sorted(order), (phases, ids)
         for key, worker in self._members.workers.items():
             placed = [
                 record.num_blocks
@@ -147,6 +145,7 @@ class RequestBook:
             record.validate()
             assert record.phase is not RequestPhase.UNKNOWN, record.request_id
             owner = record.decode if record.phase in DECODED else record.prefill
+            owner = record.asked if record.phase is RequestPhase.LOOKING_UP else owner
             is_ours = record.phase is RequestPhase.QUEUED
             assert is_ours or owner in self._members.workers, (record.request_id, record.phase)
 

@@ -2,7 +2,9 @@
 
 Theory of operation. The record follows who owns the request. In QUEUED the controller does: it
 holds the prompt until a worker is to have it, and a cancel or a passed deadline ends the record at
-once. Then its prefill side owns it until the decode side reports ``DecodeStarted``, and its decode
+once. In LOOKING_UP it does so, too, while a worker with a store is asked how much of the prompt is
+stored; the request is queued when the answer comes, is late, or cannot come any more. Then its
+prefill side owns it until the decode side reports ``DecodeStarted``, and its decode
 side from then on. The owner's report ends the record. A prefill side that did not take the request
 in, because it was not reached or has just begun to drain, gives it back to the queue. While the
 prefill side owns it, a refused decode puts it in WAITING until a decode side is placed again; the
@@ -27,6 +29,7 @@ class RequestPhase(StrEnum):
 
     UNKNOWN = "unknown"
     QUEUED = "queued"
+    LOOKING_UP = "looking_up"
     PLACED = "placed"
     WAITING = "waiting"
     DECODING = "decoding"
@@ -38,6 +41,25 @@ class RequestPhase(StrEnum):
 @dataclass(frozen=True, slots=True)
 class Submitted:
     """A gateway submitted the id."""
+
+
+@dataclass(frozen=True, slots=True)
+class LookUpStarted:
+    """A worker was asked how much of the prompt is stored."""
+
+    asked: PeerKey
+
+
+@dataclass(frozen=True, slots=True)
+class LookUpAnswered:
+    """The worker that was asked found so many leading blocks."""
+
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class LookUpLost:
+    """The worker that was asked died or left, or its answer is late: nothing is known stored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +193,9 @@ class CancelTimedOut:
 
 RequestEvent = (
     Submitted
+    | LookUpStarted
+    | LookUpAnswered
+    | LookUpLost
     | Dispatched
     | Requeued
     | DecodeRefusedReceived
@@ -211,9 +236,15 @@ _NOT_MOVED = Illegal("the request is not being moved")
 _NO_MOVE = Ignored("the request is not being moved")
 _NOT_DECODING = Illegal("the request does not decode")
 _NOT_WAITING = Illegal("the request waits for no decode side")
+_ASKED = Illegal("a worker is asked what is stored of it")
+_NOT_ASKED = Illegal("no worker is asked what is stored of it")
+_LATE = Ignored("the answer was not waited for any longer")
 
 REQUEST_TABLE: Table = {
     (_P.UNKNOWN, "Submitted"): Legal((_P.QUEUED,)),
+    (_P.UNKNOWN, "LookUpStarted"): _LOOKED_UP,
+    (_P.UNKNOWN, "LookUpAnswered"): _NO_RECORD,
+    (_P.UNKNOWN, "LookUpLost"): _LOOKED_UP,
     (_P.UNKNOWN, "Dispatched"): _LOOKED_UP,
     (_P.UNKNOWN, "Requeued"): _LOOKED_UP,
     (_P.UNKNOWN, "DecodeRefusedReceived"): _NO_RECORD,
@@ -235,6 +266,9 @@ REQUEST_TABLE: Table = {
     (_P.UNKNOWN, "DeadlinePassed"): _LOOKED_UP,
     (_P.UNKNOWN, "CancelTimedOut"): _LOOKED_UP,
     (_P.QUEUED, "Submitted"): _KNOWN,
+    (_P.QUEUED, "LookUpStarted"): Legal((_P.LOOKING_UP,)),
+    (_P.QUEUED, "LookUpAnswered"): _LATE,
+    (_P.QUEUED, "LookUpLost"): _NOT_ASKED,
     (_P.QUEUED, "Dispatched"): Legal((_P.PLACED,)),
     (_P.QUEUED, "Requeued"): Illegal("the request is queued already"),
     (_P.QUEUED, "DecodeRefusedReceived"): _NOWHERE,
@@ -255,7 +289,34 @@ REQUEST_TABLE: Table = {
     (_P.QUEUED, "GatewayGone"): _END,
     (_P.QUEUED, "DeadlinePassed"): _END,
     (_P.QUEUED, "CancelTimedOut"): _NOT_CANCELLED,
+    (_P.LOOKING_UP, "Submitted"): _KNOWN,
+    (_P.LOOKING_UP, "LookUpStarted"): _ASKED,
+    (_P.LOOKING_UP, "LookUpAnswered"): Legal((_P.QUEUED,)),
+    (_P.LOOKING_UP, "LookUpLost"): Legal((_P.QUEUED,)),
+    (_P.LOOKING_UP, "Dispatched"): _ASKED,
+    (_P.LOOKING_UP, "Requeued"): _ASKED,
+    (_P.LOOKING_UP, "DecodeRefusedReceived"): _NOWHERE,
+    (_P.LOOKING_UP, "DecodePlaced"): _NOT_WAITING,
+    (_P.LOOKING_UP, "DecodeStartedReceived"): PeerFault("no worker has the request"),
+    (_P.LOOKING_UP, "PrefillSideFinished"): _NOWHERE,
+    (_P.LOOKING_UP, "DecodeSideFinished"): _NOWHERE,
+    (_P.LOOKING_UP, "PrefillSideFailed"): _NOWHERE,
+    (_P.LOOKING_UP, "DecodeSideFailed"): _NOWHERE,
+    (_P.LOOKING_UP, "PrefillSideGone"): Illegal("no worker has the request"),
+    (_P.LOOKING_UP, "DecodeSideGone"): Illegal("no worker has the request"),
+    (_P.LOOKING_UP, "MigrationStarted"): _NOT_DECODING,
+    (_P.LOOKING_UP, "MigrationLanded"): _NOT_MOVED,
+    (_P.LOOKING_UP, "MigrationFailedReceived"): _NOWHERE,
+    (_P.LOOKING_UP, "MigrationTargetGone"): _NOT_MOVED,
+    (_P.LOOKING_UP, "CancelReceived"): _END,
+    (_P.LOOKING_UP, "ChoiceCancelReceived"): Ignored("no token of any choice was drawn"),
+    (_P.LOOKING_UP, "GatewayGone"): _END,
+    (_P.LOOKING_UP, "DeadlinePassed"): _END,
+    (_P.LOOKING_UP, "CancelTimedOut"): _NOT_CANCELLED,
     (_P.PLACED, "Submitted"): _KNOWN,
+    (_P.PLACED, "LookUpStarted"): Illegal("the request is placed already"),
+    (_P.PLACED, "LookUpAnswered"): _LATE,
+    (_P.PLACED, "LookUpLost"): _NOT_ASKED,
     (_P.PLACED, "Dispatched"): Illegal("the request is placed already"),
     (_P.PLACED, "Requeued"): Legal((_P.QUEUED,)),
     (_P.PLACED, "DecodeRefusedReceived"): Legal((_P.WAITING,)),
@@ -277,6 +338,9 @@ REQUEST_TABLE: Table = {
     (_P.PLACED, "DeadlinePassed"): Legal((_P.CANCELLING_PREFILL,)),
     (_P.PLACED, "CancelTimedOut"): _NOT_CANCELLED,
     (_P.WAITING, "Submitted"): _KNOWN,
+    (_P.WAITING, "LookUpStarted"): _TAKEN_IN,
+    (_P.WAITING, "LookUpAnswered"): _LATE,
+    (_P.WAITING, "LookUpLost"): _NOT_ASKED,
     (_P.WAITING, "Dispatched"): _TAKEN_IN,
     (_P.WAITING, "Requeued"): _TAKEN_IN,
     (_P.WAITING, "DecodeRefusedReceived"): _NO_DECODE,
@@ -298,6 +362,9 @@ REQUEST_TABLE: Table = {
     (_P.WAITING, "DeadlinePassed"): Legal((_P.CANCELLING_PREFILL,)),
     (_P.WAITING, "CancelTimedOut"): _NOT_CANCELLED,
     (_P.DECODING, "Submitted"): _KNOWN,
+    (_P.DECODING, "LookUpStarted"): _TAKEN_IN,
+    (_P.DECODING, "LookUpAnswered"): _LATE,
+    (_P.DECODING, "LookUpLost"): _NOT_ASKED,
     (_P.DECODING, "Dispatched"): _TAKEN_IN,
     (_P.DECODING, "Requeued"): _TAKEN_IN,
     (_P.DECODING, "DecodeRefusedReceived"): PeerFault("its decode has started"),
@@ -319,6 +386,9 @@ REQUEST_TABLE: Table = {
     (_P.DECODING, "DeadlinePassed"): Legal((_P.CANCELLING_DECODE,)),
     (_P.DECODING, "CancelTimedOut"): _NOT_CANCELLED,
     (_P.MIGRATING, "Submitted"): _KNOWN,
+    (_P.MIGRATING, "LookUpStarted"): _TAKEN_IN,
+    (_P.MIGRATING, "LookUpAnswered"): _LATE,
+    (_P.MIGRATING, "LookUpLost"): _NOT_ASKED,
     (_P.MIGRATING, "Dispatched"): _TAKEN_IN,
     (_P.MIGRATING, "Requeued"): _TAKEN_IN,
     (_P.MIGRATING, "DecodeRefusedReceived"): PeerFault("its decode has started"),
@@ -340,6 +410,9 @@ REQUEST_TABLE: Table = {
     (_P.MIGRATING, "DeadlinePassed"): Legal((_P.CANCELLING_DECODE,)),
     (_P.MIGRATING, "CancelTimedOut"): _NOT_CANCELLED,
     (_P.CANCELLING_PREFILL, "Submitted"): _KNOWN,
+    (_P.CANCELLING_PREFILL, "LookUpStarted"): _STOPPED,
+    (_P.CANCELLING_PREFILL, "LookUpAnswered"): _LATE,
+    (_P.CANCELLING_PREFILL, "LookUpLost"): _NOT_ASKED,
     (_P.CANCELLING_PREFILL, "Dispatched"): _STOPPED,
     (_P.CANCELLING_PREFILL, "Requeued"): _STOPPED,
     (_P.CANCELLING_PREFILL, "DecodeRefusedReceived"): _CANCELLED,
@@ -361,6 +434,9 @@ REQUEST_TABLE: Table = {
     (_P.CANCELLING_PREFILL, "DeadlinePassed"): _CANCELLED,
     (_P.CANCELLING_PREFILL, "CancelTimedOut"): _END,
     (_P.CANCELLING_DECODE, "Submitted"): _KNOWN,
+    (_P.CANCELLING_DECODE, "LookUpStarted"): _TAKEN_IN,
+    (_P.CANCELLING_DECODE, "LookUpAnswered"): _LATE,
+    (_P.CANCELLING_DECODE, "LookUpLost"): _NOT_ASKED,
     (_P.CANCELLING_DECODE, "Dispatched"): _TAKEN_IN,
     (_P.CANCELLING_DECODE, "Requeued"): _TAKEN_IN,
     (_P.CANCELLING_DECODE, "DecodeRefusedReceived"): PeerFault("its decode has started"),
@@ -383,6 +459,7 @@ REQUEST_TABLE: Table = {
     (_P.CANCELLING_DECODE, "CancelTimedOut"): _END,
 }
 
-NOT_STARTED = (RequestPhase.QUEUED, RequestPhase.PLACED, RequestPhase.WAITING)
+UNPLACED = (RequestPhase.QUEUED, RequestPhase.LOOKING_UP)
+NOT_STARTED = (*UNPLACED, RequestPhase.PLACED, RequestPhase.WAITING)
 DECODED = (RequestPhase.DECODING, RequestPhase.MIGRATING, RequestPhase.CANCELLING_DECODE)
 CANCELLING = (RequestPhase.CANCELLING_PREFILL, RequestPhase.CANCELLING_DECODE)

@@ -13,6 +13,7 @@ from services.controller.request_machine import (
     CANCELLING,
     DECODED,
     REQUEST_TABLE,
+    UNPLACED,
     CancelReceived,
     CancelTimedOut,
     ChoiceCancelReceived,
@@ -25,6 +26,9 @@ from services.controller.request_machine import (
     DecodeStartedReceived,
     Dispatched,
     GatewayGone,
+    LookUpAnswered,
+    LookUpLost,
+    LookUpStarted,
     MigrationFailedReceived,
     MigrationLanded,
     MigrationStarted,
@@ -45,7 +49,10 @@ CANCEL_REPORT_SECONDS = 30.0
 class RequestRecord:
     """One request. Made by a ``Submitted`` event that was taken in.
 
-    ``prefill`` and ``decode`` are None while the request is queued. ``decode`` is the same as
+    ``prefill`` and ``decode`` are None while the request is queued or looked up. ``asked`` is the
+    worker that looks it up, ``asked_at`` since when, and ``num_stored_blocks`` what was found: 0
+    also where nobody was asked or has answered. ``prefix_from`` was told to write a prefix of the
+    prompt to the prefill side. ``decode`` is the same as
     ``prefill`` where one worker does both, and None while no decode side is placed. ``refusals``
     holds when a decode side refused last, ``faults`` how often it could not work for another reason
     than room. ``view`` is what policies see, and ``hashes`` are its prompt's, where they read them.
@@ -68,6 +75,10 @@ class RequestRecord:
         self.gateway = gateway
         self.prefill: PeerKey | None = None
         self.decode: PeerKey | None = None
+        self.asked: PeerKey | None = None
+        self.asked_at = now
+        self.num_stored_blocks = 0
+        self.prefix_from: PeerKey | None = None
         self.view = view
         self.payload = payload
         self.arrival = 0
@@ -94,12 +105,12 @@ class RequestRecord:
         return self.view.num_blocks
 
     def side_of(self, peer: PeerKey) -> str | None:
-        """Return "prefill", "decode", "target" or, for a worker that has no part in it, None.
+        """Return "prefill", "decode", "target", "asked" or, for a worker without a part, None.
 
         A combined worker is its owner's side.
         """
         sides: list[tuple[str, PeerKey | None]]
-        sides = [("prefill", self.prefill), ("decode", self.decode)]
+        sides = [("prefill", self.prefill), ("decode", self.decode), ("asked", self.asked)]
         if self.phase in DECODED:
             sides = [("decode", self.decode), ("target", self.target), ("prefill", self.prefill)]
         return next((side for side, key in sides if key == peer), None)
@@ -117,13 +128,21 @@ class RequestRecord:
             facts = (("ignored", name), ("phase", before), ("reason", verdict.reason))
             return [Note("event_ignored", cause, self.request_id, facts, level="debug")]
         effects = self._apply(event, cause, now)
-        if self.phase not in (RequestPhase.QUEUED, RequestPhase.PLACED):
+        if self.phase not in (*UNPLACED, RequestPhase.PLACED):
             self.forget_prompt()
         self.validate()
         return effects
 
     def _apply(self, event: RequestEvent, cause: str, now: float) -> list[Effect]:  # noqa: C901, PLR0911, PLR0912 - one case per event
         match event:
+            case LookUpStarted(asked):
+                self.asked, self.asked_at = asked, now
+                self.phase = RequestPhase.LOOKING_UP
+                return []
+            case LookUpAnswered(num_blocks):
+                return self._looked_up(num_blocks)
+            case LookUpLost():
+                return self._looked_up(0)
             case Dispatched(prefill, decode):
                 self.prefill, self.decode = prefill, decode
                 self.num_placements += 1
@@ -132,7 +151,7 @@ class RequestRecord:
                 self.phase = RequestPhase.PLACED
                 return []
             case Requeued():
-                self.prefill = self.decode = None
+                self.prefill = self.decode = self.prefix_from = None
                 self.phase = RequestPhase.QUEUED
                 return []
             case DecodeRefusedReceived():
@@ -186,6 +205,11 @@ class RequestRecord:
                 return [Note("request_record_leaked", cause, self.request_id, facts, "error")]
             case Submitted():
                 raise AssertionError("the table ignores a repeated submit")
+
+    def _looked_up(self, num_blocks: int) -> list[Effect]:
+        self.asked, self.num_stored_blocks = None, num_blocks
+        self.phase = RequestPhase.QUEUED
+        return []
 
     def forget_prompt(self) -> None:
         """Let the prompt go: the prefill side has it and goes on with it."""
@@ -241,7 +265,8 @@ class RequestRecord:
         return [*effects, *self._stop(owner, message, cause, now)]
 
     def _stop(self, sides: Iterable[PeerKey], reason: str, cause: str, now: float) -> list[Effect]:
-        if self.phase is RequestPhase.QUEUED:
+        if self.phase in UNPLACED:
+            self.asked = None
             self.phase = RequestPhase.UNKNOWN
             return []
         effects = self._tell(sides, reason, cause)
@@ -276,8 +301,9 @@ class RequestRecord:
         may_move = (RequestPhase.MIGRATING, RequestPhase.CANCELLING_DECODE, RequestPhase.UNKNOWN)
         assert self.phase in may_move or self.target is None, (self.phase, self.target)
         assert self.phase is not RequestPhase.WAITING or self.decode is None, self.decode
-        is_queued = self.phase is RequestPhase.QUEUED
+        is_queued = self.phase in UNPLACED
         assert not is_queued or (self.prefill is None and self.decode is None), self.prefill
         assert not is_queued or self.payload, "its prompt is gone"
         assert is_queued or self.phase is RequestPhase.UNKNOWN or self.prefill, self.phase
+        assert (self.phase is RequestPhase.LOOKING_UP) is (self.asked is not None), self.asked
         assert (self.phase not in CANCELLING) or self.cancelled_at is not None, self.phase

@@ -23,6 +23,9 @@ EVENTS: dict[str, RequestEvent] = {
     type(event).__name__: event
     for event in (
         machine.Submitted(),
+        machine.LookUpStarted(P),
+        machine.LookUpAnswered(3),
+        machine.LookUpLost(),
         machine.Dispatched(P, D),
         machine.Requeued(),
         machine.DecodeRefusedReceived(),
@@ -47,6 +50,7 @@ EVENTS: dict[str, RequestEvent] = {
 }
 PATHS: dict[RequestPhase, tuple[str, ...]] = {
     RequestPhase.QUEUED: (),
+    RequestPhase.LOOKING_UP: ("LookUpStarted",),
     RequestPhase.PLACED: ("Dispatched",),
     RequestPhase.WAITING: ("Dispatched", "DecodeRefusedReceived"),
     RequestPhase.DECODING: ("Dispatched", "DecodeStartedReceived"),
@@ -118,3 +122,13 @@ def test_a_combined_worker_is_the_side_that_owns_the_request() -> None:
     record.handle(EVENTS["DecodeStartedReceived"], "test", 0.0)
     assert record.side_of(P) == "decode"
     assert record.side_of(D) is None
+
+
+def test_what_was_found_stored_stays_known_and_the_worker_that_was_asked_is_out_of_it() -> None:
+    record = record_in(RequestPhase.LOOKING_UP)
+    assert record.side_of(P) == "asked"
+    record.handle(machine.LookUpAnswered(3), "test", 0.0)
+    assert (record.num_stored_blocks, record.side_of(P)) == (3, None)
+    record.handle(machine.Dispatched(D, D), "test", 0.0)
+    record.handle(machine.Requeued(), "test", 0.0)
+    assert record.num_stored_blocks == 3
