@@ -14,7 +14,7 @@ QUANTUM_SECONDS = 0.005
 
 @dataclass(frozen=True, slots=True)
 class LinkStats:
-    """What has passed a link since it was made. Transfers count when they are over."""
+    """What has passed a link since it was made. Bytes count when their transfer is over."""
 
     model_bytes: int = 0
     kv_bytes: int = 0
@@ -22,13 +22,10 @@ class LinkStats:
     """Seconds that model traffic was held up here, added up over all transfers."""
     kv_wait_seconds: float = 0.0
     busy_seconds: float = 0.0
-    """How long the bytes take at the link's rate; 0 for a link without limit."""
+    """Seconds in which a transfer, or several at a time, were under way, until now."""
 
     def utilization_since(self, before: "LinkStats", seconds: float) -> float:
-        """Return the share of the link's time that was used in the span since ``before``.
-
-        It is over 1 where a transfer ended that had begun before.
-        """
+        """Return the share of the ``seconds`` since ``before`` in which the link was in use."""
         return (self.busy_seconds - before.busy_seconds) / seconds
 
 
@@ -49,6 +46,9 @@ class SharedLink:
         self._changed = Condition()
         self._bytes = dict.fromkeys(TrafficClass, 0)
         self._wait_seconds = dict.fromkeys(TrafficClass, 0.0)
+        self._num_open = 0
+        self._busy_since = 0.0
+        self._busy_seconds = 0.0
 
     @contextmanager
     def passing(self, num_bytes: int, traffic_class: TrafficClass) -> Iterator[None]:
@@ -58,11 +58,14 @@ class SharedLink:
         overtakes one that has begun.
         """
         ticket = self._offer(num_bytes, traffic_class)
-        yield
-        waited = 0.0 if ticket is None else self._wait(ticket)
-        with self._changed:
-            self._bytes[traffic_class] += num_bytes
-            self._wait_seconds[traffic_class] += waited
+        try:
+            yield
+            waited = 0.0 if ticket is None else self._wait(ticket)
+            with self._changed:
+                self._bytes[traffic_class] += num_bytes
+                self._wait_seconds[traffic_class] += waited
+        finally:
+            self._end()
 
     def transfer(self, num_bytes: int, traffic_class: TrafficClass) -> float:
         """Wait until so many bytes have passed; return the seconds that it took."""
@@ -74,13 +77,13 @@ class SharedLink:
     def stats(self) -> LinkStats:
         """Return the counts of now."""
         with self._changed:
-            total = sum(self._bytes.values())
+            since = self._clock() - self._busy_since if self._num_open else 0.0
             return LinkStats(
                 model_bytes=self._bytes[TrafficClass.MODEL],
                 kv_bytes=self._bytes[TrafficClass.KV],
                 model_wait_seconds=self._wait_seconds[TrafficClass.MODEL],
                 kv_wait_seconds=self._wait_seconds[TrafficClass.KV],
-                busy_seconds=total / self.bytes_per_second if self.bytes_per_second else 0.0,
+                busy_seconds=self._busy_seconds + since,
             )
 
     def lift(self) -> None:
@@ -91,11 +94,20 @@ class SharedLink:
 
     def _offer(self, num_bytes: int, traffic_class: TrafficClass) -> Ticket | None:
         with self._changed:
+            now = self._clock()
+            if self._num_open == 0:
+                self._busy_since = now
+            self._num_open += 1
             if self._arbiter is None:
                 return None
-            now = self._clock()
             self._arbiter.advance(now)
             return self._arbiter.offer(traffic_class, num_bytes, now)
+
+    def _end(self) -> None:
+        with self._changed:
+            self._num_open -= 1
+            if self._num_open == 0:
+                self._busy_seconds += self._clock() - self._busy_since
 
     def _wait(self, ticket: Ticket) -> float:
         """Wait until a ticket has passed; return the seconds waited."""
