@@ -47,6 +47,7 @@ from services.controller.elasticity import Elasticity
 from services.controller.heartbeats import Heartbeats
 from services.controller.lifecycle import RequestLifecycle
 from services.controller.limits import ControllerLimits
+from services.controller.look_ups import LookUps
 from services.controller.members import GatewayRecord, Members, WorkerRecord
 from services.controller.migrations import Migrations
 from services.controller.policy.estimates import Objectives
@@ -56,7 +57,14 @@ from services.controller.registry import Registry
 from services.controller.request_book import RequestBook
 from services.controller.roles import Roles
 
-RequestReport = DecodeRefused | DecodeStarted | RequestFinished | RequestFailed | MigrationFailed
+RequestReport = (
+    DecodeRefused
+    | DecodeStarted
+    | RequestFinished
+    | RequestFailed
+    | MigrationFailed
+    | PrefixNotCopied
+)
 
 
 class ControllerCore:
@@ -75,7 +83,10 @@ class ControllerCore:
         self.prefixes = Prefixes(self.members, is_used=policy.uses_prefixes)
         self.elasticity = Elasticity(self.members, self.book, self.roles, limits)
         self._limits = limits
-        self._dispatcher = Dispatcher(self.members, self.book, limits, policy, self.prefixes)
+        self._look_ups = LookUps(self.members, self.book)
+        self._dispatcher = Dispatcher(
+            self.members, self.book, limits, policy, self.prefixes, self._look_ups
+        )
         self._decode_placer = DecodePlacer(self.members, self.book, limits)
         self._lifecycle = RequestLifecycle(self.book, limits, self.members)
         self._migrations = Migrations(self.members, self.book)
@@ -166,10 +177,12 @@ class ControllerCore:
                 | RequestFinished()
                 | RequestFailed()
                 | MigrationFailed()
+                | PrefixNotCopied()
             ):
                 return self._about_request(worker, message, cause, now)
-            case PrefixFound() | PrefixNotCopied():
-                return []
+            case PrefixFound():
+                effects = self._look_ups.found(key, message, cause, now)
+                return [*effects, *self._place_waiting(cause, now)]
             case Goodbye(reason=reason):
                 told = f"worker {key[0]} left: {reason}"
                 code = ErrorCode.SHUTTING_DOWN
@@ -201,6 +214,8 @@ class ControllerCore:
                 return self._lifecycle.decode_started(key, message, cause, now)
             case MigrationFailed():
                 return self._lifecycle.migration_failed(key, message, cause, now)
+            case PrefixNotCopied():
+                return self._lifecycle.prefix_not_copied(key, message, cause, now)
             case RequestFinished():
                 effects = self._lifecycle.finished(key, message, cause, now)
                 return [*effects, *self._place_waiting(cause, now)]
@@ -308,6 +323,7 @@ class ControllerCore:
         """Place what waits: decodes that hold a prefill side's blocks before prompts."""
         return [
             *self.roles.stand_in(cause),
+            *self._look_ups.end_late(cause, now),
             *self._decode_placer.retry_waiting(cause, now),
             *self._dispatcher.dispatch_queued(cause, now),
         ]

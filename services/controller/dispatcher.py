@@ -13,7 +13,9 @@ from common.messages.control import (
 from services.controller import request_machine as machine
 from services.controller.effects import Effect, Fact, Note, PeerKey, Send
 from services.controller.limits import ControllerLimits
+from services.controller.look_ups import LookUps, is_worth_asking
 from services.controller.members import GatewayRecord, Members, WorkerRecord
+from services.controller.policy.loading import Loading, Path, choose_path
 from services.controller.policy.placement import num_blocks_needed
 from services.controller.policy.policies import Policy
 from services.controller.policy.views import Placement, RequestView
@@ -34,7 +36,8 @@ class Dispatcher:
 
     Requests wait in the controller, first come first served, while every worker that could compute
     their prompts has enough to do. So one worker's long prompts delay nothing that another worker
-    could have begun, and a worker that joins, or takes another role, finds work.
+    could have begun, and a worker that joins, or takes another role, finds work. They wait, too, in
+    the same order, for what the store has of them, where a worker can tell.
     """
 
     def __init__(
@@ -44,12 +47,14 @@ class Dispatcher:
         limits: ControllerLimits,
         policy: Policy,
         prefixes: Prefixes,
+        look_ups: LookUps,
     ) -> None:
         self._members = members
         self._book = book
         self._limits = limits
         self._policy = policy
         self._prefixes = prefixes
+        self._look_ups = look_ups
 
     def submit(
         self,
@@ -63,10 +68,15 @@ class Dispatcher:
         refusal = self._check(message, payload)
         if refusal is not None:
             return refuse(gateway.key, message.request_id, refusal, cause)
-        view, hashes = self._view(message), self._prefixes.hashes(payload[0])
+        view, asked = self._view(message), self._look_ups.whom_to_ask(now)
+        hashes = self._prefixes.hashes(payload[0], is_needed=asked is not None)
         request = self._with_hits(view, hashes)
         cluster = self._members.view()
-        placement = None if self._book.queued else self._policy.choose(cluster, request)
+        if asked is not None and not is_worth_asking(request):
+            asked = None
+        placement = None
+        if asked is None and not self._book.queued:
+            placement = self._policy.choose(cluster, request)
         if placement is None and not cluster.can_serve(request):
             return refuse(gateway.key, message.request_id, self._unfit(view), cause)
         record = RequestRecord(message, gateway.key, view, payload, now)
@@ -74,27 +84,35 @@ class Dispatcher:
         self._book.add(record)
         if placement is not None:
             return self._place(record, request, placement, cause, now)
+        reason = "every worker that could have it has enough to compute"
+        effects: list[Effect] = []
+        if asked is not None:
+            reason = f"{asked[0]} is asked what the store has of it"
+            effects = self._look_ups.begin(record, request, asked, cause, now)
         facts: tuple[Fact, ...] = (
             ("num_ahead", len(self._book.queued) - 1),
             ("num_prompt_tokens", message.num_prompt_tokens),
-            ("reason", "every worker that could have it has enough to compute"),
+            ("reason", reason),
         )
         queued = RequestQueued(request_id=record.request_id)
         return [
             Note("request_queued", cause, record.request_id, facts),
             Send(gateway.key, queued, cause),
+            *effects,
         ]
 
     def dispatch_queued(self, cause: str, now: float) -> list[Effect]:
         """Place queued requests, in their order, while there are workers that are to have them.
 
-        Nobody overtakes the oldest that could be served at all: its worker has room soon. One that
-        no ready worker could serve lets the others past.
+        Nobody overtakes the oldest that could be served at all: its worker has room soon, or what
+        is stored of it is known soon. One that no ready worker could serve lets the others past.
         """
         effects: list[Effect] = []
         for request_id in list(self._book.queued):
             record = self._book.requests[request_id]
-            request = self._with_hits(record.view, record.hashes)
+            if record.phase is RequestPhase.LOOKING_UP:
+                break
+            request = self._with_hits(record.view, record.hashes, record.num_stored_blocks)
             placement = self._policy.choose(self._members.view(), request)
             if placement is not None:
                 effects += self._place(record, request, placement, cause, now)
@@ -169,9 +187,14 @@ class Dispatcher:
             num_left=params.num_left,
         )
 
-    def _with_hits(self, view: RequestView, hashes: tuple[bytes, ...]) -> RequestView:
-        """Return the request with what is cached of it at this moment."""
-        return replace(view, hits=self._prefixes.index.hits(hashes)) if hashes else view
+    def _with_hits(
+        self, view: RequestView, hashes: tuple[bytes, ...], num_stored_blocks: int = 0
+    ) -> RequestView:
+        """Return the request with what is cached of it at this moment, and what is stored."""
+        if not hashes:
+            return view
+        hits = self._prefixes.index.hits(hashes)
+        return replace(view, hits=hits, num_stored_blocks=num_stored_blocks)
 
     def _place(
         self,
@@ -183,13 +206,19 @@ class Dispatcher:
     ) -> list[Effect]:
         prefill = self._members.workers[placement.prefill.key]
         decode = self._members.workers[placement.decode.key]
-        event = machine.Dispatched(prefill.key, decode.key)
+        holder = placement.copy_from and self._members.view().get(placement.copy_from)
+        loading = choose_path(placement, request, self._limits.store_read, holder or None)
+        source = _prefix_source(placement, loading)
+        event = machine.Dispatched(prefill.key, decode.key, source)
         moved = self._book.step(record.request_id, event, cause, now)
         submission = record.submission
-        num_hits = max(request.hits.get(placement.prefill.key, 0), placement.num_copy_blocks)
+        num_hits = max(request.hits.get(placement.prefill.key, 0), loading.num_blocks)
         prefill.assigned_tokens += request.num_uncached(num_hits)
+        if loading.num_read_tokens:
+            reader = prefill if loading.path is Path.PREFILL_READ else decode
+            reader.assigned_reads += loading.num_read_tokens
         gateway = self._members.gateways[record.gateway].hello
-        copy = self._copy_prefix(record, request, placement, cause)
+        num_tokens = loading.num_blocks * request.block_size
         place = PlaceRequest(
             request_id=record.request_id,
             gateway_id=gateway.gateway_id,
@@ -198,18 +227,32 @@ class Dispatcher:
             num_prompt_tokens=submission.num_prompt_tokens,
             decode=decode.peer if decode is not prefill else None,
             queued_seconds=max(0.0, now - record.submitted_at),
-            num_prefix_tokens=placement.num_copy_blocks * request.block_size if copy else 0,
+            num_prefix_tokens=num_tokens if source else 0,
+            num_stored_tokens=num_tokens if loading.path is Path.PREFILL_READ else 0,
         )
-        return [
+        effects: list[Effect] = [
             *moved,
-            self._note_of(record, place, placement, cause),
+            self._note_of(record, place, placement, loading, cause),
             Send(prefill.key, place, cause, record.payload),
-            *copy,
-            record.tell_placed(cause),
         ]
+        if source is not None:
+            copy = CopyPrefix(
+                request_id=record.request_id,
+                target=prefill.peer,
+                num_tokens=num_tokens,
+                num_stored_tokens=num_tokens if loading.path is Path.DECODE_READ else 0,
+            )
+            prefix = record.payload[0][: 4 * num_tokens]
+            effects.append(Send(source, copy, cause, (prefix,)))
+        return [*effects, record.tell_placed(cause)]
 
     def _note_of(
-        self, record: RequestRecord, place: PlaceRequest, placement: Placement, cause: str
+        self,
+        record: RequestRecord,
+        place: PlaceRequest,
+        placement: Placement,
+        loading: Loading,
+        cause: str,
     ) -> Note:
         """Return the one line of this decision, with all that it was made of."""
         facts: tuple[Fact, ...] = (
@@ -222,25 +265,29 @@ class Dispatcher:
             ("queued_seconds", round(place.queued_seconds, 6)),
             ("num_queued", len(self._book.queued)),
             ("estimate_seconds", placement.estimate_seconds),
-            ("copy_from", placement.copy_from[0] if placement.copy_from else None),
+            ("path", loading.path),
+            ("copy_from", record.prefix_from and record.prefix_from[0]),
             ("num_prefix_tokens", place.num_prefix_tokens),
         )
+        if loading.inputs:
+            stored: tuple[Fact, ...] = (
+                ("path_reason", loading.reason),
+                ("num_stored_tokens", loading.num_read_tokens),
+                *loading.inputs,
+            )
+            facts = (*facts, *stored)
         return Note("request_placed", cause, record.request_id, (*facts, *placement.inputs))
 
-    def _copy_prefix(
-        self, record: RequestRecord, request: RequestView, placement: Placement, cause: str
-    ) -> list[Effect]:
-        """Let the worker that holds a prefix write it to the prefill side, if so decided."""
-        holder = placement.copy_from and self._members.workers.get(placement.copy_from)
-        num_tokens = placement.num_copy_blocks * request.block_size
-        if not holder or not num_tokens or holder.key == placement.prefill.key:
-            return []
-        copy = CopyPrefix(
-            request_id=record.request_id,
-            target=self._members.workers[placement.prefill.key].peer,
-            num_tokens=num_tokens,
-        )
-        return [Send(holder.key, copy, cause, (record.payload[0][: 4 * num_tokens],))]
+
+def _prefix_source(placement: Placement, loading: Loading) -> PeerKey | None:
+    """Return who is to write the prompt's first blocks to the prefill side."""
+    match loading.path:
+        case Path.COPY:
+            return placement.copy_from
+        case Path.DECODE_READ:
+            return placement.decode.key
+        case Path.PREFILL_READ | Path.COMPUTE:
+            return None
 
 
 def _is_refused(record: RequestRecord, sender: PeerKey, code: ErrorCode) -> bool:

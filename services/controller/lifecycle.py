@@ -7,6 +7,7 @@ from common.messages.control import (
     CancelRequest,
     DecodeStarted,
     MigrationFailed,
+    PrefixNotCopied,
     RequestFailed,
     RequestFinished,
 )
@@ -16,7 +17,12 @@ from services.controller.effects import Effect, Fact, Note, PeerKey, Send
 from services.controller.limits import ControllerLimits
 from services.controller.members import Members
 from services.controller.request_book import RequestBook, ignored
-from services.controller.request_machine import CANCELLING, RequestEvent, RequestPhase
+from services.controller.request_machine import (
+    CANCELLING,
+    WITH_PREFILL,
+    RequestEvent,
+    RequestPhase,
+)
 from services.controller.request_record import CANCEL_REPORT_SECONDS
 
 MOVE_REPORT_SECONDS = 3.0
@@ -101,6 +107,19 @@ class RequestLifecycle:
             *self._book.step(message.request_id, machine.MigrationFailedReceived(), cause, now),
         ]
 
+    def prefix_not_copied(
+        self, sender: PeerKey, message: PrefixNotCopied, cause: str, now: float
+    ) -> list[Effect]:
+        """Let a prefill side know that the prefix which it waits for will not come."""
+        record = self._book.requests.get(message.request_id)
+        if record is not None and record.prefix_from != sender:
+            return [ignored(message.request_id, cause, f"{sender[0]} was not to write a prefix")]
+        facts: tuple[Fact, ...] = (("worker", sender[0]), ("reason", message.message))
+        return [
+            Note("prefix_not_copied", cause, message.request_id, facts),
+            *self._book.step(message.request_id, machine.PrefixLost(), cause, now),
+        ]
+
     def worker_gone(
         self, key: PeerKey, code: ErrorCode, reason: str, cause: str, now: float
     ) -> list[Effect]:
@@ -119,9 +138,13 @@ class RequestLifecycle:
             elif side == "target":
                 gone = machine.MigrationTargetGone()
                 effects += self._book.step(record.request_id, gone, cause, now)
+            elif side == "asked":
+                effects += self._book.step(record.request_id, machine.LookUpLost(), cause, now)
             elif side is not None:
                 lost = machine.DecodeSideGone if side == "decode" else machine.PrefillSideGone
                 effects += self._book.step(record.request_id, lost(code, reason), cause, now)
+            if record.prefix_from == key and record.phase in WITH_PREFILL:
+                effects += self._book.step(record.request_id, machine.PrefixLost(), cause, now)
         return effects
 
     def gateway_gone(self, key: PeerKey, reason: str, cause: str, now: float) -> list[Effect]:

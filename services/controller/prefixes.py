@@ -68,9 +68,12 @@ class Prefixes:
         self.index.drop(_incarnation(key))
         self._asked_at.pop(key, None)
 
-    def hashes(self, prompt: bytes) -> tuple[bytes, ...]:
-        """Return the hash chain of a prompt's whole blocks (ids as int32, little-endian)."""
-        if not self._is_used or not self._members.workers:
+    def hashes(self, prompt: bytes, *, is_needed: bool = False) -> tuple[bytes, ...]:
+        """Return the hash chain of a prompt's whole blocks (ids as int32, little-endian).
+
+        Empty where no policy reads prefixes, unless ``is_needed``.
+        """
+        if not (self._is_used or is_needed) or not self._members.workers:
             return ()
         hello = next(iter(self._members.workers.values())).hello
         salt = (hello.block_size, hello.model_fingerprint)

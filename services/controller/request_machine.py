@@ -64,15 +64,21 @@ class LookUpLost:
 
 @dataclass(frozen=True, slots=True)
 class Dispatched:
-    """Both sides were chosen; the prefill side gets the prompt."""
+    """Both sides were chosen; the prefill side gets the prompt, a prefix perhaps from a worker."""
 
     prefill: PeerKey
     decode: PeerKey
+    prefix_from: PeerKey | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Requeued:
     """The prefill side has not taken the request in: it was not reached, or it drains."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixLost:
+    """The worker that was to write a prefix to the prefill side will not, or is gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +204,7 @@ RequestEvent = (
     | LookUpLost
     | Dispatched
     | Requeued
+    | PrefixLost
     | DecodeRefusedReceived
     | DecodePlaced
     | DecodeStartedReceived
@@ -247,6 +254,7 @@ REQUEST_TABLE: Table = {
     (_P.UNKNOWN, "LookUpLost"): _LOOKED_UP,
     (_P.UNKNOWN, "Dispatched"): _LOOKED_UP,
     (_P.UNKNOWN, "Requeued"): _LOOKED_UP,
+    (_P.UNKNOWN, "PrefixLost"): _NO_RECORD,
     (_P.UNKNOWN, "DecodeRefusedReceived"): _NO_RECORD,
     (_P.UNKNOWN, "DecodePlaced"): _LOOKED_UP,
     (_P.UNKNOWN, "DecodeStartedReceived"): _NO_RECORD,
@@ -271,6 +279,7 @@ REQUEST_TABLE: Table = {
     (_P.QUEUED, "LookUpLost"): _NOT_ASKED,
     (_P.QUEUED, "Dispatched"): Legal((_P.PLACED,)),
     (_P.QUEUED, "Requeued"): Illegal("the request is queued already"),
+    (_P.QUEUED, "PrefixLost"): _NOWHERE,
     (_P.QUEUED, "DecodeRefusedReceived"): _NOWHERE,
     (_P.QUEUED, "DecodePlaced"): _NOT_WAITING,
     (_P.QUEUED, "DecodeStartedReceived"): PeerFault("no worker has the request"),
@@ -295,6 +304,7 @@ REQUEST_TABLE: Table = {
     (_P.LOOKING_UP, "LookUpLost"): Legal((_P.QUEUED,)),
     (_P.LOOKING_UP, "Dispatched"): _ASKED,
     (_P.LOOKING_UP, "Requeued"): _ASKED,
+    (_P.LOOKING_UP, "PrefixLost"): _NOWHERE,
     (_P.LOOKING_UP, "DecodeRefusedReceived"): _NOWHERE,
     (_P.LOOKING_UP, "DecodePlaced"): _NOT_WAITING,
     (_P.LOOKING_UP, "DecodeStartedReceived"): PeerFault("no worker has the request"),
@@ -319,6 +329,7 @@ REQUEST_TABLE: Table = {
     (_P.PLACED, "LookUpLost"): _NOT_ASKED,
     (_P.PLACED, "Dispatched"): Illegal("the request is placed already"),
     (_P.PLACED, "Requeued"): Legal((_P.QUEUED,)),
+    (_P.PLACED, "PrefixLost"): Legal((_P.PLACED,)),
     (_P.PLACED, "DecodeRefusedReceived"): Legal((_P.WAITING,)),
     (_P.PLACED, "DecodePlaced"): _NOT_WAITING,
     (_P.PLACED, "DecodeStartedReceived"): Legal((_P.DECODING,)),
@@ -343,6 +354,7 @@ REQUEST_TABLE: Table = {
     (_P.WAITING, "LookUpLost"): _NOT_ASKED,
     (_P.WAITING, "Dispatched"): _TAKEN_IN,
     (_P.WAITING, "Requeued"): _TAKEN_IN,
+    (_P.WAITING, "PrefixLost"): Legal((_P.WAITING,)),
     (_P.WAITING, "DecodeRefusedReceived"): _NO_DECODE,
     (_P.WAITING, "DecodePlaced"): Legal((_P.PLACED,)),
     (_P.WAITING, "DecodeStartedReceived"): PeerFault("no decode side is placed"),
@@ -367,6 +379,7 @@ REQUEST_TABLE: Table = {
     (_P.DECODING, "LookUpLost"): _NOT_ASKED,
     (_P.DECODING, "Dispatched"): _TAKEN_IN,
     (_P.DECODING, "Requeued"): _TAKEN_IN,
+    (_P.DECODING, "PrefixLost"): _HANDED_OVER,
     (_P.DECODING, "DecodeRefusedReceived"): PeerFault("its decode has started"),
     (_P.DECODING, "DecodePlaced"): _NOT_WAITING,
     (_P.DECODING, "DecodeStartedReceived"): _STARTED,
@@ -391,6 +404,7 @@ REQUEST_TABLE: Table = {
     (_P.MIGRATING, "LookUpLost"): _NOT_ASKED,
     (_P.MIGRATING, "Dispatched"): _TAKEN_IN,
     (_P.MIGRATING, "Requeued"): _TAKEN_IN,
+    (_P.MIGRATING, "PrefixLost"): _HANDED_OVER,
     (_P.MIGRATING, "DecodeRefusedReceived"): PeerFault("its decode has started"),
     (_P.MIGRATING, "DecodePlaced"): _NOT_WAITING,
     (_P.MIGRATING, "DecodeStartedReceived"): _STARTED,
@@ -415,6 +429,7 @@ REQUEST_TABLE: Table = {
     (_P.CANCELLING_PREFILL, "LookUpLost"): _NOT_ASKED,
     (_P.CANCELLING_PREFILL, "Dispatched"): _STOPPED,
     (_P.CANCELLING_PREFILL, "Requeued"): _STOPPED,
+    (_P.CANCELLING_PREFILL, "PrefixLost"): _CANCELLED,
     (_P.CANCELLING_PREFILL, "DecodeRefusedReceived"): _CANCELLED,
     (_P.CANCELLING_PREFILL, "DecodePlaced"): _NOT_WAITING,
     (_P.CANCELLING_PREFILL, "DecodeStartedReceived"): Legal((_P.CANCELLING_DECODE,)),
@@ -439,6 +454,7 @@ REQUEST_TABLE: Table = {
     (_P.CANCELLING_DECODE, "LookUpLost"): _NOT_ASKED,
     (_P.CANCELLING_DECODE, "Dispatched"): _TAKEN_IN,
     (_P.CANCELLING_DECODE, "Requeued"): _TAKEN_IN,
+    (_P.CANCELLING_DECODE, "PrefixLost"): _CANCELLED,
     (_P.CANCELLING_DECODE, "DecodeRefusedReceived"): PeerFault("its decode has started"),
     (_P.CANCELLING_DECODE, "DecodePlaced"): _NOT_WAITING,
     (_P.CANCELLING_DECODE, "DecodeStartedReceived"): _STARTED,
@@ -460,6 +476,7 @@ REQUEST_TABLE: Table = {
 }
 
 UNPLACED = (RequestPhase.QUEUED, RequestPhase.LOOKING_UP)
-NOT_STARTED = (*UNPLACED, RequestPhase.PLACED, RequestPhase.WAITING)
+WITH_PREFILL = (RequestPhase.PLACED, RequestPhase.WAITING)
+NOT_STARTED = (*UNPLACED, *WITH_PREFILL)
 DECODED = (RequestPhase.DECODING, RequestPhase.MIGRATING, RequestPhase.CANCELLING_DECODE)
 CANCELLING = (RequestPhase.CANCELLING_PREFILL, RequestPhase.CANCELLING_DECODE)

@@ -6,7 +6,13 @@ from collections.abc import Iterable
 from common.errors import ErrorCode
 from common.handoff.machine import Ignored, Story, decide
 from common.ids import WorkerId
-from common.messages.control import Cancel, RequestFailed, RequestPlaced, SubmitRequest
+from common.messages.control import (
+    Cancel,
+    PrefixUnavailable,
+    RequestFailed,
+    RequestPlaced,
+    SubmitRequest,
+)
 from services.controller.effects import Effect, Note, PeerKey, Send
 from services.controller.policy.views import RequestView
 from services.controller.request_machine import (
@@ -36,6 +42,7 @@ from services.controller.request_machine import (
     PrefillSideFailed,
     PrefillSideFinished,
     PrefillSideGone,
+    PrefixLost,
     RequestEvent,
     RequestPhase,
     Requeued,
@@ -133,7 +140,7 @@ class RequestRecord:
         self.validate()
         return effects
 
-    def _apply(self, event: RequestEvent, cause: str, now: float) -> list[Effect]:  # noqa: C901, PLR0911, PLR0912 - one case per event
+    def _apply(self, event: RequestEvent, cause: str, now: float) -> list[Effect]:  # noqa: C901, PLR0911, PLR0912, PLR0915 - one case per event
         match event:
             case LookUpStarted(asked):
                 self.asked, self.asked_at = asked, now
@@ -143,8 +150,9 @@ class RequestRecord:
                 return self._looked_up(num_blocks)
             case LookUpLost():
                 return self._looked_up(0)
-            case Dispatched(prefill, decode):
+            case Dispatched(prefill, decode, prefix_from):
                 self.prefill, self.decode = prefill, decode
+                self.prefix_from = prefix_from
                 self.num_placements += 1
                 self.placed_at = now
                 self.unserved_since = None
@@ -154,6 +162,8 @@ class RequestRecord:
                 self.prefill = self.decode = self.prefix_from = None
                 self.phase = RequestPhase.QUEUED
                 return []
+            case PrefixLost():
+                return self._prefix_lost(cause)
             case DecodeRefusedReceived():
                 if self.decode is not None:
                     self.refusals[self.decode] = now
@@ -210,6 +220,11 @@ class RequestRecord:
         self.asked, self.num_stored_blocks = None, num_blocks
         self.phase = RequestPhase.QUEUED
         return []
+
+    def _prefix_lost(self, cause: str) -> list[Effect]:
+        self.prefix_from = None
+        lost = PrefixUnavailable(request_id=self.request_id)
+        return [Send(self.prefill, lost, cause)] if self.prefill else []
 
     def forget_prompt(self) -> None:
         """Let the prompt go: the prefill side has it and goes on with it."""

@@ -22,6 +22,8 @@ from common.messages.control import (
     Heartbeat,
     KVIndexEvents,
     MigrationFailed,
+    PrefixFound,
+    PrefixNotCopied,
     RequestFailed,
     RequestFinished,
     RoleSwitched,
@@ -93,6 +95,7 @@ def worker_hello(
     block_size: int = 64,
     dtype: str = "float32",
     max_num_batched_tokens: int = 16384,
+    has_store: bool = False,
 ) -> WorkerHello:
     return WorkerHello(
         peer=peer(name, role, epoch, pid, host, dtype),
@@ -104,6 +107,7 @@ def worker_hello(
         block_bytes=4096,
         max_num_batched_tokens=max_num_batched_tokens,
         max_num_seqs=64,
+        has_store=has_store,
     )
 
 
@@ -133,11 +137,14 @@ def kv(total: int = 100, referenced: int = 0, in_transfer: int = 0, cached: int 
     )
 
 
-def rates(prefill: float = 0.0, step_seconds: float = 0.0, decode: float = 0.0) -> WorkerRates:
+def rates(
+    prefill: float = 0.0, step_seconds: float = 0.0, decode: float = 0.0, read: float = 0.0
+) -> WorkerRates:
     return WorkerRates(
         prefill_tokens_per_second=prefill,
         decode_step_seconds=step_seconds,
         decode_tokens_per_second=decode,
+        read_tokens_per_second=read,
     )
 
 
@@ -155,6 +162,7 @@ def heartbeat(
     pairs: tuple[PairStatus, ...] = (),
     measured: WorkerRates | None = None,
     index_sequence: int = 0,
+    read_queue_tokens: int = 0,
 ) -> Heartbeat:
     load = WorkerLoad(
         num_waiting=0,
@@ -164,6 +172,7 @@ def heartbeat(
         num_decoding=num_decoding,
         uncomputed_tokens=uncomputed_tokens,
         num_steps=num_steps,
+        read_queue_tokens=read_queue_tokens,
     )
     return Heartbeat(
         kv=counts or kv(),
@@ -309,6 +318,14 @@ class Cluster:
     ) -> list[Effect]:
         message = KVIndexEvents(sequence=sequence, is_snapshot=is_snapshot)
         return self.say(worker, message, payload=(b"".join(added), b"".join(removed)))
+
+    def found(self, worker: str, request_id: str, num_blocks: int, epoch: int = 1) -> list[Effect]:
+        message = PrefixFound(request_id=RequestId(request_id), num_blocks=num_blocks)
+        return self.say(worker, message, epoch=epoch)
+
+    def not_copied(self, worker: str, request_id: str, epoch: int = 1) -> list[Effect]:
+        message = PrefixNotCopied(request_id=RequestId(request_id), message="it is gone")
+        return self.say(worker, message, epoch=epoch)
 
     def tick(self, *gone_pids: int, after: float = 0.0) -> list[Effect]:
         self.now += after

@@ -28,6 +28,7 @@ EVENTS: dict[str, RequestEvent] = {
         machine.LookUpLost(),
         machine.Dispatched(P, D),
         machine.Requeued(),
+        machine.PrefixLost(),
         machine.DecodeRefusedReceived(),
         machine.DecodePlaced(D),
         machine.DecodeStartedReceived(),
