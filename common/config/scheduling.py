@@ -9,10 +9,17 @@ class SchedulingSettings(BaseModel):
     """Where requests go, which worker does what, and how much is taken on."""
 
     policy: Literal[
-        "round_robin", "random", "least_loaded", "power_of_two", "prefix_aware", "flowkv"
+        "round_robin",
+        "random",
+        "least_loaded",
+        "power_of_two",
+        "prefix_aware",
+        "flowkv",
+        "dualpath",
     ] = Field(
         "flowkv",
-        description="How the controller places requests; all but flowkv are for comparison.",
+        description="How the controller places requests: flowkv, or dualpath for KV that is mostly "
+        "read from a store; the others are for comparison.",
     )
     roles: Literal["auto", "manual"] = Field(
         "auto",

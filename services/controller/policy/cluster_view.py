@@ -162,6 +162,10 @@ class ClusterView:
             raise AssertionError(f"nobody is in slot {slot}")
         return view
 
+    def slots(self) -> Iterator[tuple[int, WorkerView]]:
+        """Yield every worker with its slot."""
+        return ((slot, view) for slot, view in enumerate(self._views) if view is not None)
+
     def slot_of(self, key: Incarnation) -> int | None:
         """Return a worker's slot."""
         return self._slots.get(key)

@@ -3,6 +3,7 @@
 from typing import Protocol
 
 from services.controller.policy.cluster_view import ClusterView
+from services.controller.policy.dualpath.policy import DualPath
 from services.controller.policy.flowkv import FlowKV
 from services.controller.policy.simple import (
     LeastLoaded,
@@ -44,5 +45,7 @@ def make_policy(name: str, seed: int = 0) -> Policy:
             return PrefixAware()
         case "flowkv":
             return FlowKV()
+        case "dualpath":
+            return DualPath()
         case _:
             raise ValueError(f"unknown policy {name!r}")

@@ -104,7 +104,7 @@ def test_an_empty_variable_is_not_given(monkeypatch: pytest.MonkeyPatch) -> None
         ({"death_seconds": "0.3"}, ["death_seconds 0.3", "three heartbeat_seconds"]),
         ({"max_workers": "2", "decode": "2"}, ["max_workers 2", "3 workers", "set it to 0"]),
         ({"max_workers": "1", "combined": True, "combined_workers": "2"}, ["max_workers 1"]),
-        ({"policy": "fastest"}, ["policy = 'fastest'", "'prefix_aware' or 'flowkv'"]),
+        ({"policy": "fastest"}, ["policy = 'fastest'", "'flowkv' or 'dualpath'"]),
         ({"port": "x", "prefill": "0"}, ["setting port", "setting prefill"]),
     ],
 )

@@ -1,0 +1,1 @@
+"""DualPath's scheduling: which engines compute and decode a request, which side reads its KV."""
