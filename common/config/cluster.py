@@ -67,12 +67,12 @@ class ClusterSettings(BaseModel):
         description="Key folder of this host (`flowpath keygen`); needed as soon as processes talk "
         "over TCP.",
     )
-    transport: Literal["auto", "shm", "tcp", "cuda_ipc", "nccl", "layerwise", "gather_buffer"] = (
-        Field(
-            "auto",
-            description="How KV moves between workers; auto takes the best that both sides offer. "
-            "layerwise and gather_buffer are what cuda_ipc is compared with.",
-        )
+    transport: Literal[
+        "auto", "shm", "tcp", "cuda_ipc", "nccl", "ranks", "layerwise", "gather_buffer"
+    ] = Field(
+        "auto",
+        description="How KV moves between workers; auto takes the best that both sides offer. "
+        "layerwise and gather_buffer are what cuda_ipc is compared with.",
     )
     heartbeat_seconds: float = Field(
         0.2, ge=0.01, le=60, description="Time between heartbeats to the controller."

@@ -33,6 +33,13 @@ class EngineSettings(BaseModel):
         description="Type of KV; auto is dtype's. float8_e4m3 needs GPUs: it halves KV memory and "
         "transfers for some precision, with the model folder's k_scale and v_scale, or 1.",
     )
+    tensor_parallel: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="Ranks of each worker, which compute every step together: each has its share "
+        "of the heads and of the MLP, and a GPU of its own. It must divide the model's KV heads.",
+    )
     threads: int = Field(
         0,
         ge=0,

@@ -71,6 +71,15 @@ class Settings(
                 f"death_seconds {self.death_seconds} is under three heartbeat_seconds "
                 f"({self.heartbeat_seconds}): one late heartbeat would end a worker"
             )
+        if self.tensor_parallel > 1 and self.swap_bytes:
+            raise ValueError(
+                "swap_bytes keeps the blocks of one rank and cannot be used with tensor_parallel"
+            )
+        if self.tensor_parallel > 1 and self.transport not in ("auto", "ranks"):
+            raise ValueError(
+                f"transport {self.transport} moves the blocks of one rank; with tensor_parallel it "
+                "is auto or ranks"
+            )
         if self.max_workers and self.max_workers < self.num_workers:
             raise ValueError(
                 f"max_workers {self.max_workers} is below the {self.num_workers} workers that are "
@@ -126,12 +135,12 @@ class Settings(
 
     @property
     def num_threads(self) -> int:
-        """Compute threads of one worker, at least 1.
+        """Compute threads of one rank of one worker, at least 1.
 
         The cores are shared among as many workers as there may be, so that one which is started
         under load finds its own.
         """
-        num_sharing = max(self.num_workers, self.max_workers)
+        num_sharing = max(self.num_workers, self.max_workers) * self.tensor_parallel
         return self.threads or max(1, len(os.sched_getaffinity(0)) // num_sharing)
 
     @property

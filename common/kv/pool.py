@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from common.errors import ConfigError, TransferError
 from common.kv.layout import PAGE_BYTES
 from common.kv.memory_file import available_bytes, map_shared, open_peer_file
-from common.messages.fields import CudaPoolHandle, PoolHandle
+from common.messages.fields import CudaPoolHandle, PoolHandle, RanksPoolHandle
 
 NONCE_BYTES = 16
 FILE_NAME = "flowpath-kv"
@@ -35,7 +35,8 @@ _GIB = 1024**3
 class BlockPool(Protocol):
     """A pool of KV blocks wherever its memory is: ``KVPool`` on the host, ``DevicePool`` on a GPU.
 
-    Block ``i`` is one run of ``block_bytes`` bytes, ``i * block_bytes`` behind block 0.
+    Block ``i`` is one run of ``block_bytes`` bytes, ``i * block_bytes`` behind block 0; in a pool
+    of several tensor-parallel ranks (``common.transfer.ranks.RankedPool``) a run in each of them.
     """
 
     @property
@@ -53,7 +54,7 @@ class BlockPool(Protocol):
         """``num_blocks * block_bytes``."""
         ...
 
-    def handle(self) -> PoolHandle | CudaPoolHandle:
+    def handle(self) -> PoolHandle | CudaPoolHandle | RanksPoolHandle:
         """Return what a peer on this host needs to open the pool."""
         ...
 

@@ -104,6 +104,23 @@ class WorkerRates:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRUCT)
+class WorkerTotals:
+    """What a worker counted since it began: the difference of two tells of the span between them.
+
+    ``at_seconds`` is when they were counted, on a clock of the worker's own.
+    """
+
+    at_seconds: Seconds = 0.0
+    step_seconds: Seconds = 0.0
+    """Time in engine steps; steps in flight at the same time count once."""
+    prefix_query_tokens: Count = 0
+    prefix_hit_tokens: Count = 0
+    """Prompt tokens whose KV was cached when their prefill began, loaded ones among them."""
+    read_seconds: Seconds = 0.0
+    """Time in which a read from the store was under way."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRUCT)
 class PeerInfo:
     """How to reach a worker's handoff channel. ``transports`` are its data paths, best first.
 
@@ -209,8 +226,27 @@ class NcclPoolHandle:
     num_bytes: Count
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRUCT)
+class RanksPoolHandle:
+    """How a peer on the same host opens the KV pools of all tensor-parallel ranks of a worker.
+
+    ``ranks`` are in order, each with its own KV heads; block i is block i of every rank's pool.
+    ``block_bytes`` is a block's size in all ranks together.
+    """
+
+    kind: Literal["ranks"]
+    ranks: Annotated[
+        tuple[Annotated[PoolHandle | CudaPoolHandle, Field(discriminator="kind")], ...],
+        Field(min_length=1, max_length=64),
+    ]
+    num_blocks: Count
+    block_bytes: Count
+    num_bytes: Count
+
+
 ExportedPool = Annotated[
-    PoolHandle | CudaPoolHandle | NcclPoolHandle | TcpPoolHandle, Field(discriminator="kind")
+    PoolHandle | CudaPoolHandle | RanksPoolHandle | NcclPoolHandle | TcpPoolHandle,
+    Field(discriminator="kind"),
 ]
 """A pool as its owner offers it to a paired peer."""
 

@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 from common.errors import TransferError
 from common.kv.device_pool import DevicePool
 from common.kv.pool import BlockPool, KVPool
-from common.messages.fields import CudaPoolHandle, ExportedPool, NcclPoolHandle, TcpPoolHandle
+from common.messages.fields import CudaPoolHandle, ExportedPool, PoolHandle
 from common.transfer.backend import LinkRate, WriteReport
 from common.transfer.cuda_ipc import own_link
+from common.transfer.ranks import RankedPool, RanksLink
 from common.transfer.rates import measure_mapping
 from common.transfer.runs import write_blocks
 from common.transfer.verify import checksum_blocks
@@ -88,11 +89,8 @@ class LocalBackend:
 
     def open_peer(self, handle: ExportedPool) -> LocalLink:
         """Return a link to the own pool; TransferError when ``handle`` names another one."""
-        if isinstance(handle, NcclPoolHandle | TcpPoolHandle):
-            raise TransferError(f"local: the peer's pool is offered over {handle.kind}")
         if handle != self._pool.handle():
-            what = "GPU memory" if isinstance(handle, CudaPoolHandle) else f"descriptor {handle.fd}"
-            raise TransferError(f"local: process {handle.pid} {what} is not this worker's own pool")
+            raise TransferError(f"local: {_name_of(handle)} is not this worker's own pool")
         return LocalLink(self._pool, _inner_copies(self._pool))
 
 
@@ -100,6 +98,9 @@ def _inner_copies(pool: BlockPool) -> InnerCopies:
     if isinstance(pool, DevicePool):
         link = own_link("local", pool)
         return InnerCopies(link.write, link.measure, link.close)
+    if isinstance(pool, RankedPool):
+        ranks = RanksLink.within(pool)
+        return InnerCopies(ranks.write, ranks.measure, ranks.close)
     if not isinstance(pool, KVPool):
         raise TransferError(f"local: no way to copy inside of a {type(pool).__name__}")
 
@@ -107,6 +108,14 @@ def _inner_copies(pool: BlockPool) -> InnerCopies:
         return write_blocks(pool.buffer, pool.buffer, (sources, targets), pool.block_bytes)
 
     return InnerCopies(write, lambda: measure_mapping(pool.buffer), _nothing)
+
+
+def _name_of(handle: ExportedPool) -> str:
+    if isinstance(handle, PoolHandle):
+        return f"process {handle.pid} descriptor {handle.fd}"
+    if isinstance(handle, CudaPoolHandle):
+        return f"process {handle.pid} GPU memory"
+    return f"a pool that is offered over {handle.kind}"
 
 
 def _nothing() -> None:

@@ -20,6 +20,7 @@ from common.cuda.checksum import finish_checksums
 from common.errors import TransferError
 from common.kv.layout import KVLayout
 from common.kv.pool import KVPool, PeerPool
+from common.messages.fields import CudaPoolHandle, PoolHandle, RanksPoolHandle
 from common.transfer.backend import LinkRate, WriteReport
 from common.transfer.head_copies import block_checksums, write_heads
 from common.transfer.heads import HeadTransfer, plan_heads, rank_layout
@@ -143,16 +144,25 @@ class MemoryRank:
 
 
 class RankedPool:
-    """The pools of all ranks of this worker: ``common.kv.pool.BlockPool`` but for ``handle``.
+    """The pools of all ranks of this worker; implements ``common.kv.pool.BlockPool``.
 
     ``block_bytes`` is the size of a block of all ranks together.
     """
 
-    def __init__(self, layout: KVLayout, ranks: Sequence[RankMemory]) -> None:
+    def __init__(
+        self,
+        layout: KVLayout,
+        ranks: Sequence[RankMemory],
+        handles: Sequence[PoolHandle | CudaPoolHandle],
+    ) -> None:
         """``layout`` is the whole model's, ``ranks`` are the ranks' pools in order.
 
-        ValueError where the pools' blocks are not those of so many ranks.
+        ``handles`` are what peers open them with. ValueError where the pools' blocks are not those
+        of so many ranks.
         """
+        if len(handles) != len(ranks):
+            raise ValueError(f"{len(handles)} handles for {len(ranks)} ranks")
+        self._handles = tuple(handles)
         own = rank_layout(layout, len(ranks))
         self.layout = layout
         self.ranks = tuple(ranks)
@@ -164,6 +174,16 @@ class RankedPool:
                 )
         self.block_bytes = len(ranks) * own.block_bytes
         self.num_bytes = self.num_blocks * self.block_bytes
+
+    def handle(self) -> RanksPoolHandle:
+        """Return what a peer on this host needs to open the pools of all ranks."""
+        return RanksPoolHandle(
+            kind="ranks",
+            ranks=self._handles,
+            num_blocks=self.num_blocks,
+            block_bytes=self.block_bytes,
+            num_bytes=self.num_bytes,
+        )
 
     def checksum(self, block_ids: Sequence[int]) -> Sums:
         """Return one checksum of each named block; ValueError for one outside of the pools."""

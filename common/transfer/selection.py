@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from common.messages.fields import PeerInfo
 
-PREFERENCE = ("local", "cuda_ipc", "shm", "nccl", "tcp")
+PREFERENCE = ("local", "cuda_ipc", "shm", "ranks", "nccl", "tcp")
 """The transports that a worker may offer by itself, best first."""
 COMPARISONS = ("layerwise", "gather_buffer")
 """Transports that are there to be measured: a worker offers one only when it is told to."""

@@ -10,17 +10,27 @@ _GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class GpuPlace:
-    """A GPU, and how many workers of the cluster share it on this host."""
+    """A worker's GPU, and how many workers of the cluster share it on this host.
+
+    A worker of several tensor-parallel ranks has ``num_ranks`` GPUs, from ``device_index`` on.
+    """
 
     device_index: int
     num_workers: int
+    num_ranks: int = 1
+
+    @property
+    def device_indices(self) -> tuple[int, ...]:
+        """The GPU of each rank."""
+        return tuple(range(self.device_index, self.device_index + self.num_ranks))
 
 
 def place_worker(settings: Settings, worker_id: str, num_gpus: int) -> GpuPlace | None:
-    """Return the worker's GPU, or None for the CPU.
+    """Return the worker's GPUs, or None for the CPU.
 
-    Workers take the GPUs in turn, in the order of ``Settings.process_names``. ConfigError when a
-    GPU is asked for that is not there.
+    Workers take the GPUs in turn, as many each as it has ranks, in the order of
+    ``Settings.process_names``; as many as ``max_workers`` may share them. ConfigError when a GPU is
+    asked for that is not there.
     """
     if settings.device == "cpu" or (settings.device == "auto" and num_gpus == 0):
         return None
@@ -30,16 +40,25 @@ def place_worker(settings: Settings, worker_id: str, num_gpus: int) -> GpuPlace 
             " and that torch is a CUDA build, or set device to cpu"
         )
     workers = [name for name in settings.process_names if _is_worker(name)]
+    num_ranks = settings.tensor_parallel
     _, _, wanted = settings.device.partition(":")
+    if int(wanted or 0) + num_ranks > num_gpus:
+        raise ConfigError(
+            f"device {settings.device} with tensor_parallel {num_ranks}: there are {num_gpus} GPUs,"
+            " from cuda:0"
+        )
     if wanted:
-        if int(wanted) >= num_gpus:
-            raise ConfigError(f"device {settings.device}: there are {num_gpus} GPUs, from cuda:0")
-        return GpuPlace(int(wanted), max(1, len(workers)))
-    if worker_id not in workers:  # started on its own, as one of several by its number
-        number = worker_id.rpartition("-")[2]
-        return GpuPlace(int(number) % num_gpus if number.isdigit() else 0, 1)
-    index = workers.index(worker_id) % num_gpus
-    return GpuPlace(index, len(range(index, len(workers), num_gpus)))
+        return GpuPlace(int(wanted), max(1, len(workers), settings.max_workers), num_ranks)
+    num_places = num_gpus // num_ranks
+    number = worker_id.rpartition("-")[2]
+    turn = int(number) if number.isdigit() else 0
+    num_workers = 1
+    if worker_id in workers or settings.max_workers:
+        # One that is added under load comes after those of the start, which leave room for it.
+        turn = workers.index(worker_id) if worker_id in workers else len(workers) + turn
+        num_in_all = max(len(workers), settings.max_workers)
+        num_workers = max(1, len(range(turn % num_places, num_in_all, num_places)))
+    return GpuPlace(turn % num_places * num_ranks, num_workers, num_ranks)
 
 
 def gpu_pool_bytes(

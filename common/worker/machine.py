@@ -11,6 +11,10 @@ from common.config.settings import Settings
 from common.engine.cpu_engine import CpuEngine
 from common.engine.dtype import load_model_layout, resolve_dtype
 from common.engine.interface import Engine
+from common.engine.parallel.cpu import build_on_cpu
+from common.engine.parallel.engine import ParallelEngine
+from common.engine.parallel.meeting import layout_of
+from common.engine.parallel.messages import EngineSettings
 from common.engine.weights import read_kv_scales
 from common.errors import ConfigError
 from common.kv.layout import KVLayout
@@ -18,8 +22,9 @@ from common.kv.pool import BlockPool, KVPool
 from common.models.config import ModelConfig
 from common.models.default_model import ensure_default_model
 from common.telemetry.progress import Progress
+from common.transfer.ranks_transport import join_ranks
 from common.worker.devices import GpuPlace, gpu_pool_bytes, place_worker
-from common.worker.host_blocks import HostBlocks, open_host_blocks
+from common.worker.host_blocks import HostBlocks, NoHostBlocks, open_host_blocks
 
 log = structlog.get_logger()
 
@@ -48,6 +53,15 @@ class Machine:
     max_num_batched_tokens: int
     max_num_seqs: int
 
+    def why_broken(self) -> str | None:
+        """Return why the engine computes nothing any more; None while it does."""
+        return self.engine.broken if isinstance(self.engine, ParallelEngine) else None
+
+    def close(self) -> None:
+        """End the processes of the other ranks, where there are any."""
+        if isinstance(self.engine, ParallelEngine):
+            self.engine.close()
+
 
 def build_machine(settings: Settings, worker_id: str) -> Machine:
     """Load the model and make pool and engine on the worker's device.
@@ -63,7 +77,8 @@ def build_machine(settings: Settings, worker_id: str) -> Machine:
     log.info(
         "worker_built",
         model=str(config.folder),
-        device="cpu" if place is None else f"cuda:{place.device_index}",
+        devices=["cpu"] if place is None else [f"cuda:{n}" for n in place.device_indices],
+        num_ranks=settings.tensor_parallel,
         dtype=machine.layout.dtype,
         kv_cache_dtype=machine.layout.element_dtype,
         num_blocks=machine.pool.num_blocks,
@@ -82,6 +97,8 @@ def _build_on_cpu(settings: Settings, config: ModelConfig) -> Machine:
     has_weights = settings.has_weights
     layout = load_model_layout(config, resolve_dtype(settings.dtype), settings.block_size)
     num_blocks = _num_blocks(settings.kv_bytes or CPU_KV_BYTES, layout)
+    if settings.tensor_parallel > 1:
+        return _build_ranks_on_cpu(settings, config, layout, num_blocks)
     pool = KVPool(num_blocks, layout.block_bytes)
     return Machine(
         config=config,
@@ -92,6 +109,32 @@ def _build_on_cpu(settings: Settings, config: ModelConfig) -> Machine:
             config.folder, layout, pool.buffer, settings.num_threads, has_weights=has_weights
         ),
         host_blocks=open_host_blocks(pool, settings.swap_bytes),
+        max_num_batched_tokens=settings.max_num_batched_tokens or CPU_BATCHED_TOKENS,
+        max_num_seqs=settings.max_num_seqs or CPU_SEQS,
+    )
+
+
+def _build_ranks_on_cpu(
+    settings: Settings, config: ModelConfig, layout: KVLayout, num_blocks: int
+) -> Machine:
+    ranks = EngineSettings(
+        folder=str(config.folder),
+        num_ranks=settings.tensor_parallel,
+        engine="cpu",
+        dtype=layout.dtype,
+        block_size=settings.block_size,
+        has_weights=settings.has_weights,
+        num_threads=settings.num_threads,
+    )
+    own = KVPool(num_blocks, layout_of(ranks).block_bytes)
+    engine = build_on_cpu(ranks, own)
+    return Machine(
+        config=config,
+        model_fingerprint=config.fingerprint(has_weights=settings.has_weights),
+        layout=layout,
+        pool=join_ranks(layout, own, engine.handles[1:]),
+        engine=engine,
+        host_blocks=NoHostBlocks(),
         max_num_batched_tokens=settings.max_num_batched_tokens or CPU_BATCHED_TOKENS,
         max_num_seqs=settings.max_num_seqs or CPU_SEQS,
     )
@@ -114,11 +157,32 @@ def _build_on_gpu(settings: Settings, config: ModelConfig, place: GpuPlace) -> M
         kv_cache_dtype,
         read_kv_scales(config) if has_scales else (),
     )
-    device = torch.device("cuda", place.device_index)
-    torch.cuda.set_device(device)
     usual_tokens = GPU_BATCHED_TOKENS if settings.combined else GPU_CHUNK_TOKENS
     max_num_batched_tokens = settings.max_num_batched_tokens or usual_tokens
     max_num_seqs = settings.max_num_seqs or GPU_SEQS
+    if settings.tensor_parallel > 1:
+        return _build_ranks_on_gpus(
+            settings,
+            config,
+            layout,
+            place,
+            EngineSettings(
+                folder=str(config.folder),
+                num_ranks=settings.tensor_parallel,
+                engine="cuda",
+                devices=tuple(f"cuda:{index}" for index in place.device_indices),
+                dtype=dtype,
+                block_size=settings.block_size,
+                kv_cache_dtype=kv_cache_dtype,
+                scales=layout.scales,
+                has_weights=settings.has_weights,
+                max_num_batched_tokens=max_num_batched_tokens,
+                max_num_seqs=max_num_seqs,
+                use_graphs=settings.cuda_graphs,
+            ),
+        )
+    device = torch.device("cuda", place.device_index)
+    torch.cuda.set_device(device)
     model = CudaModel.load(config, dtype, device, load_format=settings.load_format)
     pool_bytes = gpu_pool_bytes(
         settings,
@@ -150,6 +214,50 @@ def _build_on_gpu(settings: Settings, config: ModelConfig, place: GpuPlace) -> M
         host_blocks=open_host_blocks(pool, settings.swap_bytes),
         max_num_batched_tokens=max_num_batched_tokens,
         max_num_seqs=max_num_seqs,
+    )
+
+
+def _build_ranks_on_gpus(
+    settings: Settings,
+    config: ModelConfig,
+    layout: KVLayout,
+    place: GpuPlace,
+    ranks: EngineSettings,
+) -> Machine:
+    # What needs CUDA is not imported on a machine without it.
+    from common.engine.cuda.memory import activation_bytes  # noqa: PLC0415
+    from common.engine.cuda.model import CudaModel  # noqa: PLC0415
+    from common.engine.parallel.cuda import build_on_cuda  # noqa: PLC0415
+
+    def count_blocks(model: CudaModel, own: KVLayout) -> int:
+        if settings.kv_bytes:
+            return _num_blocks(settings.kv_bytes, layout) - 1
+        device = model.device
+        pool_bytes = gpu_pool_bytes(
+            settings,
+            place,
+            total_bytes=torch.cuda.get_device_properties(device).total_memory,
+            used_bytes=torch.cuda.memory_reserved(device),
+            step_bytes=activation_bytes(
+                config,
+                ranks.max_num_batched_tokens,
+                ranks.max_num_seqs,
+                ranks.dtype,
+                ranks.kv_cache_dtype,
+            ),
+        )
+        return _num_blocks(pool_bytes, own) - 1
+
+    built = build_on_cuda(ranks, count_blocks, Progress())
+    return Machine(
+        config=config,
+        model_fingerprint=config.fingerprint(has_weights=settings.has_weights),
+        layout=layout,
+        pool=join_ranks(layout, built.own.pool, built.engine.handles[1:]),
+        engine=built.engine,
+        host_blocks=NoHostBlocks(),
+        max_num_batched_tokens=ranks.max_num_batched_tokens,
+        max_num_seqs=ranks.max_num_seqs,
     )
 
 

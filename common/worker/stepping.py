@@ -10,7 +10,7 @@ from time import perf_counter
 
 import structlog
 
-from common.engine.failure import RowOutcome, RowsFailed
+from common.engine.failure import EngineBroken, RowOutcome, RowsFailed
 from common.engine.interface import Engine, LaunchedStep, PendingToken, SampleSpec, StepRow
 from common.errors import RequestError
 from common.scheduler.steps import PlannedRow, RowFailed, RowResult, StepPlan
@@ -20,7 +20,10 @@ log = structlog.get_logger()
 NumberOf = Callable[[int], int]
 
 ENGINE_ERRORS = (RuntimeError, ValueError, IndexError, MemoryError)
-"""Whatever the engine's libraries raise fails a step's requests, not the worker."""
+"""Whatever the engine's libraries raise fails a step's requests, not the worker.
+
+But where the engine says that it is broken (``EngineBroken``) the worker ends, and its requests go
+on elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +71,7 @@ class StepPipeline:
         """Launch a plan, if there is one, and return what is finished.
 
         The thread begins at once, and waits for the oldest step when no more may be launched, or
-        nothing is to be.
+        nothing is to be. EngineBroken when the engine has lost a rank: nothing it has is of use.
         """
         rows = None if plan is None else step_rows(plan, self._number_of)
         loop = asyncio.get_running_loop()
@@ -91,6 +94,8 @@ class StepPipeline:
             started = perf_counter()
             try:
                 step = self._engine.launch(rows)
+            except EngineBroken:
+                raise
             except ENGINE_ERRORS as error:
                 failed = FinishedStep(plan, _all_failed(plan, error), perf_counter() - started)
                 return [*self._collect_all(), failed]
@@ -106,6 +111,8 @@ class StepPipeline:
             results = self._engine.collect(oldest.step)
         except RowsFailed as failed:
             results = [_result(outcome) for outcome in failed.outcomes]
+        except EngineBroken:
+            raise
         except ENGINE_ERRORS as error:
             results = _all_failed(oldest.plan, error)
         self._hold_back(oldest)

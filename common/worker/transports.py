@@ -20,6 +20,8 @@ from common.transfer.cuda_ipc import (
 )
 from common.transfer.host_staged import StagedTcpBackend
 from common.transfer.nccl_cuda import open_nccl
+from common.transfer.ranks import RankedPool
+from common.transfer.ranks_transport import RANKS, as_ranked, open_ranks
 from common.transfer.selection import TRANSPORTS
 from common.transfer.shm import MemoryExport, ShmBackend
 from common.transfer.tcp import TcpBackend
@@ -63,22 +65,33 @@ def open_transports(
     """Open the chosen transport, or with ``auto`` every one that makes sense for the pool's memory.
 
     ``tcp`` and ``nccl`` listen on ``host``, or on loopback where that is empty. Where peers can
-    only be on this host, ``auto`` opens no listener. ``layerwise`` needs ``layout``. ConfigError
-    when the address cannot be used, or the transport does not fit the pool.
+    only be on this host, ``auto`` opens no listener. ``layerwise`` and ``ranks`` need ``layout``,
+    the whole model's. ConfigError when the address cannot be used, or the transport does not fit
+    the pool.
     """
+    opened: dict[str, Both] = {}
     if isinstance(pool, DevicePool):
         opened = _on_device(pool, lease_seconds / STALLS_PER_LEASE, choice, host, layout)
     elif isinstance(pool, KVPool):
         opened = _on_host(pool, lease_seconds / STALLS_PER_LEASE, choice, host)
-    else:
+    elif not isinstance(pool, RankedPool):
         raise ConfigError(f"no transport moves a {type(pool).__name__}")
+    if choice in (AUTO, RANKS) and layout is not None:
+        ranked = as_ranked(pool, layout)
+        if ranked is not None:
+            opened[RANKS] = open_ranks(ranked)
     if not opened and choice != AUTO:
-        where = "a GPU's memory" if isinstance(pool, DevicePool) else "host memory"
-        raise ConfigError(f"transport {choice} does not move a KV pool in {where}")
+        raise ConfigError(f"transport {choice} does not move a KV pool in {_where(pool)}")
     return Transports(
         MappingProxyType({name: both[0] for name, both in opened.items()}),
         MappingProxyType({name: both[1] for name, both in opened.items()}),
     )
+
+
+def _where(pool: BlockPool) -> str:
+    if isinstance(pool, RankedPool):
+        return "the memory of several ranks"
+    return "a GPU's memory" if isinstance(pool, DevicePool) else "host memory"
 
 
 def _on_host(pool: KVPool, stall_seconds: float, choice: str, host: str) -> dict[str, Both]:

@@ -21,10 +21,10 @@ from common.kv.layout import KVLayout
 from common.messages.fields import CudaPoolHandle
 from common.sampling import SampledToken, SamplingParams
 from common.transfer.cuda_heads import HeadMover
-from common.transfer.cuda_ranks import DeviceRank
 from common.transfer.head_copies import block_checksums
 from common.transfer.heads import plan_heads, rank_layout
 from common.transfer.ranks import RankedPool, RanksLink
+from common.transfer.ranks_transport import join_ranks
 from common.transfer.verify import verify_blocks
 from tests.support.cuda_runs import PooledCudaEngine
 from tests.support.engine_runs import row
@@ -171,8 +171,7 @@ def ranked_pool(layout: KVLayout, ranks: CudaRanks) -> RankedPool:
     pool = ranks.built.own.pool
     assert isinstance(pool, DevicePool)
     handles = [h for h in ranks.engine.handles[1:] if isinstance(h, CudaPoolHandle)]
-    others = [DeviceRank.mapped(pool.driver, handle) for handle in handles]
-    return RankedPool(layout, [DeviceRank.of_pool(pool), *others])
+    return join_ranks(layout, pool, handles)
 
 
 KILLED = """

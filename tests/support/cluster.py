@@ -44,7 +44,10 @@ class ClusterError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ClusterOptions:
-    """What to start. ``settings`` are further settings by name, which win over the others."""
+    """What to start. ``settings`` are further settings by name, which win over the others.
+
+    ``worker_settings`` are those of single workers, by their names, and win over all.
+    """
 
     model: Path
     num_prefill: int = 1
@@ -55,6 +58,7 @@ class ClusterOptions:
     block_size: int = 64
     threads: int = 1
     settings: Mapping[str, object] = field(default_factory=dict)
+    worker_settings: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
 
     @property
     def worker_ids(self) -> tuple[str, ...]:
@@ -66,8 +70,8 @@ class ClusterOptions:
             *(f"decode-{place}" for place in range(self.num_decode)),
         )
 
-    def to_settings(self, root: Path) -> Settings:
-        """Return the cluster's settings, with sockets and logs under ``root``."""
+    def to_settings(self, root: Path, worker_id: str = "") -> Settings:
+        """Return the cluster's settings, or one worker's, with sockets and logs under ``root``."""
         values: dict[str, object] = {
             "port": 0,
             "model": str(self.model),
@@ -82,7 +86,8 @@ class ClusterOptions:
             "run_dir": root / "run",
             "log_dir": root / "log",
         }
-        return Settings.model_validate({**values, **self.settings})
+        own = self.worker_settings.get(worker_id, {})
+        return Settings.model_validate({**values, **self.settings, **own})
 
 
 class _Process:
@@ -143,7 +148,7 @@ class Cluster:
         self.log_dir = self.settings.log_dir
         self.run_dir = self.settings.run_dir
         self.url = ""
-        self._settings_file = root / "settings.json"
+        self._root = root
         self._processes: dict[str, _Process] = {}
         self._client: httpx.AsyncClient | None = None
         self._some_ended = asyncio.Event()
@@ -168,14 +173,18 @@ class Cluster:
         if running is not None and not running.ended.is_set():
             raise ClusterError(f"{name} is running")
         self._processes[name] = _Process(
-            name, self._settings_file, self.log_dir, self._some_ended.set
+            name, self._settings_file(name), self.log_dir, self._some_ended.set
         )
+
+    def _settings_file(self, name: str) -> Path:
+        return self._root / f"{name if name in self.options.worker_settings else 'all'}.json"
 
     async def start_all(self) -> None:
         """Start every program and wait until the cluster is ready."""
         self.run_dir.mkdir(mode=0o700)
         self.log_dir.mkdir(mode=0o700)
-        save_settings(self.settings, self._settings_file)
+        for name in ("all", *self.options.worker_settings):
+            save_settings(self.options.to_settings(self._root, name), self._settings_file(name))
         for name in (CONTROLLER, *self.options.worker_ids, GATEWAY):
             self.start(name)
         await self.wait_ready()
@@ -195,7 +204,7 @@ class Cluster:
     async def kill(self, name: str) -> None:
         """Kill one program with SIGKILL and wait until it is gone."""
         self._processes[name].send(signal.SIGKILL)
-        await self._wait_end(name, STOP_SECONDS)
+        await self.end_of(name, STOP_SECONDS)
 
     async def restart(self, name: str) -> None:
         """Kill one program where it still runs, start it anew and wait until all is ready."""
@@ -214,7 +223,7 @@ class Cluster:
             for name in names:
                 self._processes[name].send(signal.SIGTERM)
             for name in names:
-                code = await self._wait_end(name, STOP_SECONDS)
+                code = await self.end_of(name, STOP_SECONDS)
                 if code != 0 and not self._processes[name].was_killed:
                     raise ClusterError(f"{name} ended with exit code {code}\n{self.log_tail()}")
         if left := self.leftover_sockets():
@@ -236,9 +245,10 @@ class Cluster:
         await self._close_client()
         for name, process in self._processes.items():
             process.send(signal.SIGKILL)
-            await self._wait_end(name, STOP_SECONDS)
+            await self.end_of(name, STOP_SECONDS)
 
-    async def _wait_end(self, name: str, deadline_seconds: float) -> int:
+    async def end_of(self, name: str, deadline_seconds: float = STOP_SECONDS) -> int:
+        """Wait for a program's end and return its exit code (negative: a signal)."""
         try:
             return await self._processes[name].wait(deadline_seconds)
         except TimeoutError:

@@ -20,6 +20,7 @@ from common.transfer.cuda_ipc import (
     layerwise_backend,
 )
 from common.transfer.local import LocalBackend
+from common.transfer.ranks_transport import RANKS, as_ranked
 from common.transfer.shm import ShmBackend
 from common.transfer.tcp import TcpBackend
 from common.transfer.verify import verify_blocks
@@ -355,7 +356,8 @@ def test_an_export_gives_the_handle_and_fences_nothing(near: Pair) -> None:
 @pytest.mark.parametrize(
     ("choice", "names"),
     [
-        ("auto", ("cuda_ipc",)),
+        ("auto", ("cuda_ipc", "ranks")),
+        ("ranks", ("ranks",)),
         ("cuda_ipc", ("cuda_ipc",)),
         ("layerwise", ("layerwise",)),
         ("gather_buffer", ("gather_buffer",)),
@@ -366,9 +368,12 @@ def test_a_worker_offers_what_fits_a_gpu_pool(
 ) -> None:
     transports = open_transports(near.source, 1.0, choice, "", layout=LAYOUT)
     assert transports.names == names
+    as_one_of_ranks = as_ranked(near.target, LAYOUT)
+    assert as_one_of_ranks is not None
     for name in names:
         assert transports.exports[name].name == transports.backends[name].name == name
-        link = transports.backends[name].open_peer(near.handle)
+        handle = as_one_of_ranks.handle() if name == RANKS else near.handle
+        link = transports.backends[name].open_peer(handle)
         report = link.write([1, 2], [4, 3])
         assert_moved(near, [1, 2], [4, 3])
         assert verify_blocks(near.target, [4, 3], report.checksums) is None

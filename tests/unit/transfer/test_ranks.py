@@ -14,7 +14,9 @@ from common.kv.pool import KVPool, PeerPool
 from common.transfer.backend import PeerLink
 from common.transfer.cuda_ranks import DeviceRank
 from common.transfer.heads import rank_layout
+from common.transfer.local import LocalBackend
 from common.transfer.ranks import MemoryRank, RankedPool, RanksLink, combine_checksums
+from common.transfer.ranks_transport import RANKS, as_ranked, join_ranks, open_ranks
 from common.transfer.verify import verify_blocks
 from tests.support.fake_cuda import FakeGpus
 
@@ -51,7 +53,8 @@ def worker(stack: ExitStack, num_ranks: int, seed: int | None) -> Worker:
         for pool, part in zip(pools, np.split(heads, num_ranks, axis=4), strict=True):
             blocks = np.frombuffer(pool.buffer, np.uint8).reshape(NUM_BLOCKS, -1)
             blocks[:, : own.payload_bytes] = part.reshape(NUM_BLOCKS, -1)
-    return Worker(pools, RankedPool(LAYOUT, [MemoryRank(pool) for pool in pools]))
+    ranks = [MemoryRank(pool) for pool in pools]
+    return Worker(pools, RankedPool(LAYOUT, ranks, [pool.handle() for pool in pools]))
 
 
 def heads_of(worker: Worker, block_ids: list[int]) -> bytes:
@@ -115,7 +118,9 @@ def test_a_peer_with_other_blocks_is_refused(stack: ExitStack) -> None:
     with pytest.raises(TransferError, match=r"the peer's rank 0 have 8192 bytes, not 16384"):
         RanksLink.between(source.ranked, target.ranked.ranks[:2])
     with pytest.raises(ValueError, match="blocks of rank 0 have"):
-        RankedPool(LAYOUT, target.ranked.ranks[:2])
+        RankedPool(LAYOUT, target.ranked.ranks[:2], target.ranked.handle().ranks[:2])
+    with pytest.raises(ValueError, match="1 handles for 2 ranks"):
+        RankedPool(LAYOUT, source.ranked.ranks, source.ranked.handle().ranks[:1])
 
 
 def test_a_mapped_pool_is_written_and_unmapped_with_the_link(stack: ExitStack) -> None:
@@ -163,8 +168,7 @@ def test_gpus_of_two_workers_move_heads_and_check_them(num_sources: int, num_tar
         ]
 
     def ranked(made: list[DevicePool]) -> RankedPool:
-        others = [DeviceRank.mapped(made[0].driver, pool.handle()) for pool in made[1:]]
-        return RankedPool(LAYOUT, [DeviceRank.of_pool(made[0]), *others])
+        return join_ranks(LAYOUT, made[0], [pool.handle() for pool in made[1:]])
 
     sources, targets = pools(num_sources, 0), pools(num_targets, 4)
     for pool, part in zip(sources, np.split(heads, num_sources, axis=4), strict=True):
@@ -191,7 +195,7 @@ def test_gpus_of_two_workers_move_heads_and_check_them(num_sources: int, num_tar
 def test_memory_of_other_kinds_is_refused(stack: ExitStack) -> None:
     host = worker(stack, 1, seed=1)
     pool = DevicePool(NUM_BLOCKS, LAYOUT.block_bytes, 0, driver=FakeGpus().process())
-    device = RankedPool(LAYOUT, [DeviceRank.of_pool(pool)])
+    device = join_ranks(LAYOUT, pool, ())
     with pytest.raises(TransferError, match="not in host memory"):
         RanksLink.between(host.ranked, device.ranks)
     with pytest.raises(TransferError, match="not on GPUs"):
@@ -199,3 +203,43 @@ def test_memory_of_other_kinds_is_refused(stack: ExitStack) -> None:
     hidden = FakeGpus().process([1])
     with pytest.raises(TransferError, match="does not see"):
         DeviceRank.mapped(hidden, pool.handle())
+
+
+@pytest.mark.parametrize(("num_sources", "num_targets"), [(1, 2), (2, 1), (2, 2)])
+def test_workers_of_any_ranks_open_each_other_by_handle(
+    stack: ExitStack, num_sources: int, num_targets: int
+) -> None:
+    source, target = worker(stack, num_sources, seed=1), worker(stack, num_targets, seed=None)
+    export, _ = open_ranks(target.ranked)
+    _, backend = open_ranks(source.ranked)
+    link = backend.open_peer(export.handle())
+    report = link.write(*PAIRS)
+    assert heads_of(target, PAIRS[1]) == heads_of(source, PAIRS[0])
+    assert verify_blocks(target.ranked, PAIRS[1], report.checksums) is None
+    link.close()
+
+
+def test_a_worker_of_one_rank_is_opened_as_one_of_several(stack: ExitStack) -> None:
+    alone, split = worker(stack, 1, seed=1), worker(stack, 2, seed=None)
+    whole = as_ranked(alone.pools[0], LAYOUT)
+    assert whole is not None
+    assert whole.block_bytes == LAYOUT.block_bytes
+    link = open_ranks(whole)[1].open_peer(split.ranked.handle())
+    report = link.write(*PAIRS)
+    assert heads_of(split, PAIRS[1]) == heads_of(alone, PAIRS[0])
+    assert verify_blocks(split.ranked, PAIRS[1], report.checksums) is None
+    link.close()
+    with pytest.raises(TransferError, match=f"{RANKS}: the peer's pool is offered as memfd"):
+        open_ranks(whole)[1].open_peer(alone.pools[0].handle())
+
+
+def test_blocks_are_copied_inside_of_the_pools_of_all_ranks(stack: ExitStack) -> None:
+    split = worker(stack, 2, seed=1)
+    before = heads_of(split, [4])
+    link = LocalBackend(split.ranked).open_peer(split.ranked.handle())
+    report = link.write([4], [1])
+    assert heads_of(split, [1]) == before
+    assert verify_blocks(split.ranked, [1], report.checksums) is None
+    link.close()
+    with pytest.raises(TransferError, match="offered over ranks is not this worker's own"):
+        LocalBackend(split.ranked).open_peer(worker(stack, 2, seed=2).ranked.handle())

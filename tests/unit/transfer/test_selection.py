@@ -6,6 +6,7 @@ from common.ids import Epoch, WorkerId
 from common.messages.fields import PeerInfo, Role
 from common.transfer.cuda_ipc import CUDA_IPC, GATHER_BUFFER, LAYERWISE
 from common.transfer.local import LocalBackend
+from common.transfer.ranks_transport import RANKS
 from common.transfer.selection import (
     COMPARISONS,
     PREFERENCE,
@@ -31,9 +32,18 @@ PEER = replace(OWN, worker_id=WorkerId("decode-0"), epoch=Epoch(2), role=Role.DE
 
 
 def test_every_transport_has_a_backend_and_a_place_in_the_order() -> None:
-    names = (LocalBackend.name, CUDA_IPC, ShmBackend.name, "nccl", TcpBackend.name)
+    names = (LocalBackend.name, CUDA_IPC, ShmBackend.name, RANKS, "nccl", TcpBackend.name)
     assert names == PREFERENCE
     assert COMPARISONS == (LAYERWISE, GATHER_BUFFER)
+
+
+def test_workers_of_different_numbers_of_ranks_meet_over_their_ranks() -> None:
+    split = replace(OWN, transports=("ranks",))
+    near = replace(PEER, transports=("shm", "ranks"))
+    chosen = select_transport(split, near)
+    assert isinstance(chosen, TransportChosen)
+    assert chosen.name == "ranks"
+    assert isinstance(select_transport(split, replace(near, host="beta")), TransportRefused)
 
 
 def test_a_worker_and_itself_share_their_pool() -> None:
@@ -122,7 +132,8 @@ def test_a_forced_transport_is_used_even_where_a_better_one_exists() -> None:
         ("local", "local: the workers are different processes"),
         (
             "rdma",
-            "rdma: unknown; there are local, cuda_ipc, shm, nccl, tcp, layerwise, gather_buffer",
+            "rdma: unknown; there are local, cuda_ipc, shm, ranks, nccl, tcp, layerwise, "
+            "gather_buffer",
         ),
     ],
 )

@@ -38,6 +38,30 @@ def test_workers_take_the_gpus_in_turn() -> None:
     ]
 
 
+def test_workers_that_are_added_under_load_find_their_share() -> None:
+    settings = Settings(prefill=1, decode=1, max_workers=5)
+    names = ["prefill-0", "decode-0", "extra-0", "extra-1", "extra-2"]
+    places = [place_worker(settings, name, 2) for name in names]
+    assert [place and place.device_index for place in places] == [0, 1, 0, 1, 0]
+    assert [place and place.num_workers for place in places] == [3, 2, 3, 2, 3]
+    on_one = Settings(max_workers=5, device="cuda:1")
+    assert place_worker(on_one, "extra-0", 2) == GpuPlace(1, 5)
+
+
+def test_a_worker_of_several_ranks_has_as_many_gpus() -> None:
+    settings = Settings(prefill=1, decode=2, tensor_parallel=2)
+    places = [place_worker(settings, name, 5) for name in ("prefill-0", "decode-0", "decode-1")]
+    assert places == [GpuPlace(0, 2, 2), GpuPlace(2, 1, 2), GpuPlace(0, 2, 2)]
+    assert places[1] is not None
+    assert places[1].device_indices == (2, 3)
+    assert place_worker(Settings(tensor_parallel=2, device="cuda:1"), "decode-0", 3) == GpuPlace(
+        1, 2, 2
+    )
+    for wrong in (Settings(tensor_parallel=4), Settings(tensor_parallel=2, device="cuda:2")):
+        with pytest.raises(ConfigError, match="there are 3 GPUs, from cuda:0"):
+            place_worker(wrong, "decode-0", 3)
+
+
 @pytest.mark.parametrize(("worker_id", "index"), [("other-7", 1), ("decode-4", 0), ("mine", 0)])
 def test_a_worker_started_on_its_own_goes_by_its_number(worker_id: str, index: int) -> None:
     assert place_worker(Settings(), worker_id, 2) == GpuPlace(index, 1)
