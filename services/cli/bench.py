@@ -7,11 +7,13 @@ import typer
 
 from common.config.load import load_settings
 from common.errors import ConfigError
+from services.cli.bench_agents_command import agents
 from services.cli.bench_serve_load import FIRST_TOKEN_ID, Arrival, PromptKind, Workload
 from services.cli.bench_serve_report import Slo
 from services.cli.terminal import ends_by_name
 
 app = typer.Typer(help="Measure this host and this cluster.", no_args_is_help=True)
+app.command("agents")(agents)
 
 
 @app.command()

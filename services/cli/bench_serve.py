@@ -68,11 +68,11 @@ async def _run(options: BenchOptions) -> tuple[Summary, str]:
         body = workload.body(model, index)
         return await target.complete(index, workload.path, body, options.timeout_seconds)
 
-    async with _progress("warm-up", options.num_warmup) as step:
+    async with progress("warm-up", options.num_warmup) as step:
         await _closed(
             _told_to(step, ask), [-1 - n for n in range(options.num_warmup)], WARMUP_CONCURRENCY
         )
-    async with _progress(str(workload.arrival), workload.num_requests) as step:
+    async with progress(str(workload.arrival), workload.num_requests) as step:
         asking = _told_to(step, ask)
         if workload.arrival is Arrival.CLOSED:
             indices = list(range(workload.num_requests))
@@ -126,7 +126,7 @@ async def _awaited(record: Awaitable[RequestRecord]) -> RequestRecord:
 
 
 @asynccontextmanager
-async def _progress(name: str, total: int) -> AsyncIterator[Callable[[], None]]:
+async def progress(name: str, total: int) -> AsyncIterator[Callable[[], None]]:
     """Show how far the run is, on standard error where that is a terminal."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     console = Console(stderr=True)

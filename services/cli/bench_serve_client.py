@@ -19,12 +19,24 @@ MAX_LINE_BYTES = 16 * 1024 * 1024
 MAX_ERROR_CHARS = 200
 
 
+@dataclass(frozen=True, slots=True)
+class ToldPhase:
+    """One phase of a request's ``x_phases``: what a worker did for it."""
+
+    name: str
+    worker: str
+    seconds: float
+    num_tokens: int
+    num_bytes: int
+
+
 @dataclass(slots=True)
 class RequestRecord:
     """What happened to one request. Times are in seconds of one monotonic clock.
 
     ``failure`` is None when it is complete, else the kind of its failure. ``token_at`` is when
-    each event with text came.
+    each event with text came, or each token where the body asked for ``return_token_ids``;
+    ``token_ids`` are there only then, and ``phases`` where it asked for ``x_phases``.
     """
 
     index: int
@@ -33,9 +45,20 @@ class RequestRecord:
     ended_at: float = 0.0
     num_prompt_tokens: int = 0
     num_tokens: int = 0
+    num_cached_tokens: int = 0
     request_id: str = ""
     failure: str | None = None
     detail: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    phases: tuple[ToldPhase, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCard:
+    """A served model; ``max_model_len`` in tokens is 0 where the server does not tell it."""
+
+    name: str
+    max_model_len: int
 
 
 class Target:
@@ -50,6 +73,10 @@ class Target:
         self._api_key = api_key
 
     async def model(self) -> str:
+        """Return the name of the first served model. ConfigError when there is none."""
+        return (await self.model_card()).name
+
+    async def model_card(self) -> ModelCard:
         """Return the first served model. ConfigError when there is none."""
         try:
             reader, writer = await self._send("GET", "/v1/models", None)
@@ -63,8 +90,9 @@ class Target:
         if status != 200:
             raise ConfigError(f"/v1/models: {status} {_error_text(raw)}")
         try:
-            return str(json.loads(raw)["data"][0]["id"])
-        except (ValueError, LookupError, TypeError) as error:
+            card = json.loads(raw)["data"][0]
+            return ModelCard(str(card["id"]), int(card.get("max_model_len") or 0))
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise ConfigError("/v1/models names no model; choose one with --model") from error
 
     async def complete(
@@ -81,7 +109,7 @@ class Target:
             record.failure, record.detail = "cut", str(error)
         except OSError as error:
             record.failure, record.detail = "connection", str(error)
-        except (ValueError, LookupError, TypeError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
             record.failure, record.detail = "malformed", str(error)
         record.ended_at = perf_counter()
         return record
@@ -182,9 +210,28 @@ def _take_event(record: RequestRecord, event: dict[str, object], now: float) -> 
     if isinstance(usage, dict):
         record.num_tokens = int(usage["completion_tokens"])
         record.num_prompt_tokens = int(usage["prompt_tokens"])
+        record.num_cached_tokens = int(
+            (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        )
+        record.phases = tuple(_phase(told) for told in usage.get("x_phases") or ())
     choices = event.get("choices")
-    if isinstance(choices, list) and any(_has_text(choice) for choice in choices):
+    if not isinstance(choices, list):
+        return
+    token_ids = [token for choice in choices for token in choice.get("token_ids") or ()]
+    if token_ids:
+        record.token_ids += token_ids
+        record.token_at += [now] * len(token_ids)
+    elif not record.token_ids and any(_has_text(choice) for choice in choices):
         record.token_at.append(now)
+
+
+def _phase(told: dict[str, object]) -> ToldPhase:
+    seconds, num_tokens, num_bytes = told["seconds"], told["num_tokens"], told["num_bytes"]
+    if not isinstance(seconds, int | float):
+        raise TypeError("a phase's seconds are no number")
+    if not isinstance(num_tokens, int) or not isinstance(num_bytes, int):
+        raise TypeError("a phase's tokens or bytes are no count")
+    return ToldPhase(str(told["name"]), str(told["worker"]), float(seconds), num_tokens, num_bytes)
 
 
 def _has_text(choice: dict[str, object]) -> bool:

@@ -21,6 +21,7 @@ a set of a few dozen agents already has the table's means. Agents therefore depe
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from itertools import accumulate, pairwise
 from math import exp, log, sqrt
 from statistics import NormalDist
@@ -72,12 +73,20 @@ class TrajectoryShape:
         )
 
 
+class ShapeName(StrEnum):
+    """The paper's three sets, by their longest context."""
+
+    K32 = "32K"
+    K48 = "48K"
+    K64 = "64K"
+
+
 SHAPES = {
-    "32K": TrajectoryShape(32 * 1024, 60, 608, 148, 28_639, 17_183),
-    "48K": TrajectoryShape(48 * 1024, 106, 474, 172, 42_607, 25_120),
-    "64K": TrajectoryShape(64 * 1024, 157, 429, 176, 55_958, 32_721),
+    ShapeName.K32: TrajectoryShape(32 * 1024, 60, 608, 148, 28_639, 17_183),
+    ShapeName.K48: TrajectoryShape(48 * 1024, 106, 474, 172, 42_607, 25_120),
+    ShapeName.K64: TrajectoryShape(64 * 1024, 157, 429, 176, 55_958, 32_721),
 }
-"""The paper's three sets, by their longest context."""
+"""What the paper prints of each."""
 
 
 def generate(shape: TrajectoryShape, count: int, seed: int) -> list[Trajectory]:

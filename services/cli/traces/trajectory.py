@@ -27,7 +27,7 @@ class Part:
     def token_ids(self, vocab_size: int) -> list[int]:
         """Return the tokens, from ``FIRST_TOKEN_ID`` up to below ``vocab_size``."""
         source = random.Random(self.seed)  # noqa: S311 - a workload, no secret
-        return [source.randrange(FIRST_TOKEN_ID, vocab_size) for _ in range(self.num_tokens)]
+        return source.choices(range(FIRST_TOKEN_ID, vocab_size), k=self.num_tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -156,6 +156,7 @@ def test_a_closed_loop_measures_every_request_but_the_warm_up(tmp_path):
         (lambda _, body: whole(0, body, num_tokens=2), "short"),
         (lambda *_: [HEAD % 1 + b"\r\n" + event(error={"message": "lost"})], "stream_error"),
         (lambda *_: [HEAD % 1 + b"\r\ndata: {nonsense\n\n"], "malformed"),
+        (lambda *_: [HEAD % 1 + b"\r\ndata: 5\n\n"], "malformed"),
         (lambda *_: [], "cut"),
         (
             lambda *_: [
@@ -165,7 +166,7 @@ def test_a_closed_loop_measures_every_request_but_the_warm_up(tmp_path):
             "http_429",
         ),
     ],
-    ids=["cut", "short", "error event", "malformed", "closed", "429"],
+    ids=["cut", "short", "error event", "malformed", "no object", "closed", "429"],
 )
 def test_a_missing_completion_is_told_by_kind_and_ends_with_1(tmp_path, reply, kind):
     def second_fails(number: int, body: dict) -> list[bytes]:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import ConfigError
-from services.cli.traces.generator import SHAPES, TrajectoryShape, generate
+from services.cli.traces.generator import SHAPES, ShapeName, TrajectoryShape, generate
 from services.cli.traces.trajectory import (
     FIRST_TOKEN_ID,
     MARK_TOKENS,
@@ -56,21 +56,23 @@ def test_500_agents_have_the_means_of_the_table_within_2_percent(name, seed):
 
 
 def test_the_share_of_a_prompt_that_was_there_before_is_that_of_the_paper():
-    found = statistics_of(generate(SHAPES["64K"], 500, 0))
+    found = statistics_of(generate(SHAPES[ShapeName.K64], 100, 0))
     assert found.context / (found.context + found.append) == pytest.approx(0.987, abs=0.002)
 
 
 def test_a_few_agents_already_have_about_the_means():
-    found = statistics_of(generate(SHAPES["32K"], 20, 3))
+    found = statistics_of(generate(SHAPES[ShapeName.K32], 20, 3))
     for mean in MEANS:
-        assert getattr(found, mean) == pytest.approx(getattr(SHAPES["32K"], mean), rel=0.15), mean
+        assert getattr(found, mean) == pytest.approx(
+            getattr(SHAPES[ShapeName.K32], mean), rel=0.15
+        ), mean
 
 
 def test_a_shape_for_another_context_keeps_its_proportions():
-    shape = SHAPES["32K"].scaled_to(8192, turns=20)
+    shape = SHAPES[ShapeName.K32].scaled_to(8192, turns=20)
     assert (shape.max_len, shape.turns) == (8192, 20)
     assert shape.append == pytest.approx(608 / 4 * 3)
-    assert shape.log_variance == pytest.approx(SHAPES["32K"].log_variance)
+    assert shape.log_variance == pytest.approx(SHAPES[ShapeName.K32].log_variance)
     agents = generate(shape, 200, 0)
     found = statistics_of(agents)
     for mean in MEANS:
@@ -86,7 +88,7 @@ def test_a_shape_for_another_context_keeps_its_proportions():
     seed=st.integers(0, 2**31),
 )
 def test_any_shape_is_refused_or_made_within_its_bound(max_len, turns, count, seed):
-    shape = SHAPES["48K"].scaled_to(max_len, turns)
+    shape = SHAPES[ShapeName.K48].scaled_to(max_len, turns)
     if min(shape.append, shape.gen) < 1:
         with pytest.raises(ConfigError):
             generate(shape, count, seed)
@@ -100,7 +102,7 @@ def test_any_shape_is_refused_or_made_within_its_bound(max_len, turns, count, se
 
 
 def test_the_same_seed_makes_the_same_agents_and_another_does_not():
-    shape = SHAPES["32K"]
+    shape = SHAPES[ShapeName.K32]
     assert generate(shape, 5, 1) == generate(shape, 5, 1) != generate(shape, 5, 2)
     prompts = [of.rounds[0].parts[0].token_ids(4096)[:64] for of in generate(shape, 5, 1)]
     assert len({tuple(prompt) for prompt in prompts}) == 5, "agents share no first block"
@@ -108,7 +110,7 @@ def test_the_same_seed_makes_the_same_agents_and_another_does_not():
 
 def test_rounds_too_short_for_the_context_are_refused():
     with pytest.raises(ConfigError, match="157 turns in a context of 256 tokens leave"):
-        generate(SHAPES["64K"].scaled_to(256), 1, 0)
+        generate(SHAPES[ShapeName.K64].scaled_to(256), 1, 0)
 
 
 def test_statistics_are_means_over_agents():
