@@ -6,13 +6,14 @@
 time of one such pair, ``a2`` what a token costs whatever it attends to, ``a0`` what a chunk costs
 whatever its length.
 
-Theory of operation. The fit is a least-squares fit of *relative* errors, since chunks of 5 ms count
-as much as those of 300 ms. It keeps sums only (3 x 3 numbers), in which a chunk counts half after
-``HALF_LIFE`` later ones. Few chunks, or chunks all alike, do not tell three coefficients apart: a
-pull towards the model it began with, scaled to the times seen, decides then, and soon weighs
-nothing where the data speak. No coefficient is negative or beyond ``MAX_FACTOR`` times that model,
-so the cost grows with ``b`` whatever was observed, and one that took much longer for a reason of
-its own counts as ``MAX_SURPRISE`` times what was expected.
+Theory of operation. The fit is a least-squares fit of errors in proportion to what the first model
+expected, so that steps of 5 ms count as much as those of 300 ms. It keeps sums only (3 x 3
+numbers), in which a step counts half after ``HALF_LIFE`` later ones. Few chunks, or chunks all
+alike, do not tell three coefficients apart: a pull towards the model it began with, scaled to the
+times seen, decides then, and soon weighs nothing where the data speak. No coefficient is negative
+or beyond ``MAX_FACTOR`` times that model, so the cost grows with ``b`` whatever was observed, and
+one that took much longer for a reason of its own counts as ``MAX_SURPRISE`` times what was
+expected.
 """
 
 from collections.abc import Sequence
@@ -24,10 +25,10 @@ from numpy.typing import NDArray
 
 HALF_LIFE = 256
 """Observations after which one counts half."""
-PULL = 0.02
+PULL = 1e-4
 """Weight of the first model against that of one observation."""
 MAX_FACTOR = 100.0
-MAX_SURPRISE = 4.0
+MAX_SURPRISE = 2.0
 NUM_TRUSTED = 16
 """Observations after which a surprise is bounded."""
 MAX_SWEEPS = 400
@@ -111,21 +112,22 @@ class AttentionCostFit:
             sum(chunk.num_pairs for chunk in held),
             sum(chunk.num_tokens for chunk in held),
         )
-        shares = self._unit * np.array(counts, dtype=np.float64) / seconds
+        parts = self._unit * np.array(counts, dtype=np.float64)
+        expected_first = float(parts.sum())
+        shares, ratio = parts / expected_first, seconds / expected_first
         self.num_observed += 1
         self._products = self._products * _KEEP + np.outer(shares, shares)
-        self._sums = self._sums * _KEEP + shares
+        self._sums = self._sums * _KEEP + shares * ratio
         self._weight = self._weight * _KEEP + 1.0
-        self._log_scale = self._log_scale * _KEEP - log(float(shares.sum()))
+        self._log_scale = self._log_scale * _KEEP + log(ratio)
         self._solve()
 
     def _solve(self) -> None:
-        """Minimise the weighted squared relative errors and the pull, within the bounds."""
+        """Minimise the weighted squared errors and the pull, within the bounds."""
         scale = exp(self._log_scale / self._weight)
-        pull = PULL / scale**2
         self._factors = _bounded_minimum(
-            self._products + pull * np.eye(3),
-            self._sums + pull * scale,
+            self._products + PULL * np.eye(3),
+            self._sums + PULL * scale,
             np.clip(self._factors, 0.0, MAX_FACTOR * scale),
             MAX_FACTOR * scale,
         )
