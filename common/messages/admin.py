@@ -22,6 +22,7 @@ from common.messages.fields import (
     WorkerLoad,
     WorkerRates,
     WorkerState,
+    WorkerTotals,
 )
 
 
@@ -117,6 +118,7 @@ class WorkerStatus:
     mode: Mode
     rates: WorkerRates | None
     is_switching: Flag = False
+    totals: WorkerTotals | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRUCT)

@@ -26,6 +26,7 @@ from common.messages.fields import (
     Text,
     WorkerLoad,
     WorkerRates,
+    WorkerTotals,
 )
 from common.sampling import SamplingParams
 
@@ -98,6 +99,7 @@ class Heartbeat:
     rates: WorkerRates
     index_sequence: Count
     """Number of the last batch of ``KVIndexEvents`` that was sent; the controller finds gaps."""
+    totals: WorkerTotals = WorkerTotals()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRUCT)

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.metrics import MetricWrapperBase
+from prometheus_client.samples import Sample
+
+from common.telemetry.store_metrics import StoreMetrics
 
 _SHORT_BUCKETS = (
     *(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05),
@@ -143,6 +146,7 @@ class WorkerMetrics:
             ("reason",),
             registry=registry,
         )
+        self.store = StoreMetrics(registry)
 
     def set_load(
         self, *, num_running: int, num_waiting: int, num_sending: int, num_receiving: int
@@ -281,6 +285,20 @@ class ControllerMetrics:
             ("reason",),
             registry=registry,
         )
+
+
+def value_of(counter: Counter) -> float:
+    """Return what a counter without labels has come to."""
+    return next(s.value for s in _samples(counter) if s.name.endswith("_total"))
+
+
+def sum_of(histogram: Histogram) -> float:
+    """Return the sum of what a histogram without labels has observed."""
+    return next(s.value for s in _samples(histogram) if s.name.endswith("_sum"))
+
+
+def _samples(metric: MetricWrapperBase) -> list[Sample]:
+    return [sample for family in metric.collect() for sample in family.samples]
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,9 @@ from typing import assert_never
 
 from common.handoff.events import Aborted, Failed, HandedOver, Outcome, PeerGone, Refused
 from common.messages.control import Heartbeat
+from common.messages.fields import WorkerTotals
 from common.scheduler.steps import StepPlan
-from common.telemetry.metrics import WorkerMetrics
+from common.telemetry.metrics import WorkerMetrics, sum_of, value_of
 from common.worker.outgoing import TransferTotals
 from common.worker.stepping import FinishedStep
 
@@ -29,6 +30,18 @@ def take_heartbeat(metrics: WorkerMetrics, beat: Heartbeat) -> None:
         "in_transfer": kv.in_transfer,
     }
     metrics.set_kv(owners, kv.largest_free_run)
+    metrics.store.read_queue.set(load.read_queue_tokens)
+
+
+def take_totals(metrics: WorkerMetrics, now: float) -> WorkerTotals:
+    """Return what was counted by ``now``, on the monotonic clock."""
+    return WorkerTotals(
+        at_seconds=now,
+        step_seconds=sum_of(metrics.step_seconds),
+        prefix_query_tokens=int(value_of(metrics.prefix_queries)),
+        prefix_hit_tokens=int(value_of(metrics.prefix_hits)),
+        read_seconds=value_of(metrics.store.read_seconds),
+    )
 
 
 def note_handoff_end(metrics: WorkerMetrics, outcome: Outcome, totals: TransferTotals) -> None:

@@ -39,7 +39,7 @@ from common.worker.availability import Availability
 from common.worker.control import News, Order
 from common.worker.index_reports import IndexReports
 from common.worker.known_peers import KnownPeers
-from common.worker.measures import StepClock, take_heartbeat
+from common.worker.measures import StepClock, take_heartbeat, take_totals
 from common.worker.parts import Channels, WorkerParts
 from common.worker.requests import WorkerRequests
 from common.worker.stepping import StepPipeline
@@ -222,6 +222,7 @@ class HybridWorker:
             mode=self._scheduler.mode,
             rates=self._scheduler.rates(),
             index_sequence=self._index.sequence,
+            totals=take_totals(self.metrics, monotonic()),
         )
         take_heartbeat(self.metrics, beat)
         return beat

@@ -36,6 +36,7 @@ class Heartbeats:
         worker.load = heartbeat.load
         worker.mode = heartbeat.mode
         worker.rates = heartbeat.rates
+        worker.totals = heartbeat.totals
         worker.assigned_tokens = 0
         worker.assigned_reads = 0
         worker.replaced_blocks = 0

@@ -14,6 +14,7 @@ from common.messages.fields import (
     WorkerLoad,
     WorkerRates,
     WorkerState,
+    WorkerTotals,
 )
 from services.controller.effects import Effect, Note, PeerKey
 from services.controller.policy.cluster_view import ClusterView
@@ -72,6 +73,7 @@ class WorkerRecord:
     load: WorkerLoad | None = None
     mode: Mode = Mode.BALANCED
     rates: WorkerRates | None = None
+    totals: WorkerTotals | None = None
     is_suspect: bool = False
     is_draining: bool = False
     is_drain_ordered: bool = False

@@ -35,6 +35,7 @@ def status_report(core: ControllerCore, now: float) -> StatusReport:
                 mode=worker.mode,
                 rates=worker.rates,
                 is_switching=worker.held_role is not worker.role,
+                totals=worker.totals,
             )
             for worker in workers
         ),

@@ -1,0 +1,42 @@
+"""From what the store and its link count to a worker's metrics."""
+
+from collections.abc import Iterator
+
+from common.storage.interface import StoreStats
+from common.telemetry.store_metrics import StoreMetrics
+from common.traffic.shared_link import LinkStats
+
+
+class StoreMeter:
+    """Moves the metrics by what was counted since it was made, or since it was last told."""
+
+    def __init__(self, metrics: StoreMetrics, stats: StoreStats, link: LinkStats) -> None:
+        self._metrics = metrics
+        self._stats = stats
+        self._link = link
+
+    def take(self, stats: StoreStats, link: LinkStats) -> None:
+        """Take the counts of now."""
+        metrics, before = self._metrics, self._stats
+        metrics.stored_bytes.set(stats.stored_bytes)
+        metrics.queued_bytes.set(stats.queued_bytes)
+        metrics.read_bytes.inc(stats.read_bytes - before.read_bytes)
+        metrics.written_bytes.inc(stats.written_bytes - before.written_bytes)
+        metrics.read_seconds.inc(link.busy_seconds - self._link.busy_seconds)
+        metrics.link_wait_seconds.inc(link.kv_wait_seconds - self._link.kv_wait_seconds)
+        for (event, count), (_, earlier) in zip(_events(stats), _events(before), strict=True):
+            metrics.blocks.labels(event).inc(count - earlier)
+        self._stats, self._link = stats, link
+
+
+def _events(stats: StoreStats) -> Iterator[tuple[str, int]]:
+    yield "hit", stats.num_hits
+    yield "miss", stats.num_misses
+    yield "damaged", stats.num_damaged
+    yield "read_error", stats.num_read_errors
+    yield "written", stats.num_written
+    yield "known", stats.num_known
+    yield "dropped_full", stats.num_dropped_full
+    yield "dropped_orphan", stats.num_dropped_orphans
+    yield "write_error", stats.num_write_errors
+    yield "evicted", stats.num_evicted

@@ -1,0 +1,58 @@
+from dataclasses import replace
+
+from common.storage.interface import StoreStats
+from common.telemetry.metrics import WorkerMetrics
+from common.traffic.shared_link import LinkStats
+from common.worker.measures import take_totals
+from common.worker.store_measures import StoreMeter
+
+BEFORE = StoreStats(num_hits=7, read_bytes=70, num_written=3, written_bytes=30)
+LINK_BEFORE = LinkStats(kv_bytes=70, kv_wait_seconds=1.0, busy_seconds=2.0)
+
+
+def value(metrics: WorkerMetrics, name: str, **labels: str) -> float | None:
+    return metrics.registry.get_sample_value(name, labels)
+
+
+def test_metrics_move_by_what_was_counted_since_the_meter_began() -> None:
+    metrics = WorkerMetrics()
+    meter = StoreMeter(metrics.store, BEFORE, LINK_BEFORE)
+    now = replace(BEFORE, num_hits=9, read_bytes=90, num_written=4, written_bytes=40)
+    now = replace(now, num_dropped_full=5, stored_bytes=400, queued_bytes=20)
+    for _ in range(2):  # the second time nothing has happened
+        meter.take(now, LinkStats(kv_bytes=90, kv_wait_seconds=1.5, busy_seconds=4.0))
+    assert value(metrics, "flowpath_store_blocks_total", event="hit") == 2
+    assert value(metrics, "flowpath_store_blocks_total", event="written") == 1
+    assert value(metrics, "flowpath_store_blocks_total", event="dropped_full") == 5
+    assert value(metrics, "flowpath_store_blocks_total", event="damaged") == 0
+    assert value(metrics, "flowpath_store_read_bytes_total") == 20
+    assert value(metrics, "flowpath_store_written_bytes_total") == 10
+    assert value(metrics, "flowpath_store_read_seconds_total") == 2.0
+    assert value(metrics, "flowpath_store_link_wait_seconds_total") == 0.5
+    assert value(metrics, "flowpath_store_stored_bytes") == 400
+    assert value(metrics, "flowpath_store_queued_bytes") == 20
+
+
+def test_every_count_of_blocks_has_its_event() -> None:
+    metrics = WorkerMetrics()
+    counts = {name: 1 for name in StoreStats.__dataclass_fields__ if name.startswith("num_")}
+    StoreMeter(metrics.store, StoreStats(), LinkStats()).take(StoreStats(**counts), LinkStats())
+    events = [
+        sample
+        for family in metrics.store.blocks.collect()
+        for sample in family.samples
+        if sample.name.endswith("_total")
+    ]
+    assert [sample.value for sample in events] == [1] * (len(counts) - 1)  # num_blocks is a state
+
+
+def test_totals_are_what_the_metrics_have_come_to() -> None:
+    metrics = WorkerMetrics()
+    metrics.step_seconds.observe(0.5)
+    metrics.step_seconds.observe(0.25)
+    metrics.prefix_queries.inc(100)
+    metrics.prefix_hits.inc(60)
+    metrics.store.read_seconds.inc(1.5)
+    totals = take_totals(metrics, 12.0)
+    assert (totals.at_seconds, totals.step_seconds, totals.read_seconds) == (12.0, 0.75, 1.5)
+    assert (totals.prefix_query_tokens, totals.prefix_hit_tokens) == (100, 60)
