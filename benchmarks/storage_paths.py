@@ -1,0 +1,276 @@
+"""Stored KV by either side: ``python -m benchmarks storage_paths``.
+
+Agents go on where an earlier run left their KV in a store, and every worker reads it over an
+emulated link, which is what takes the time. ``basic`` clusters read on prefill workers alone,
+``dual`` ones on either side, so what counts is how many links may be used:
+
+======  ====  ====  ====
+links   1P1D  2P1D  1P2D
+======  ====  ====  ====
+basic   1     2     1
+dual    2     3     3
+======  ====  ====  ====
+
+``oracle`` is dual 1P1D without a limit, ``wide`` the same with links so fast that computing is what
+takes the time, ``round_robin`` dual 2P1D whose workers are chosen in turn. Each run starts its own
+cluster over the same store, so that pools are empty, and pools hold a few requests, so that hits of
+later rounds come from the store too. The first pass, without limits, fills the store; all runs must
+draw its tokens. The job completion time (JCT) is that of all agents, started together. Medians of
+the repeats are compared, within this one run.
+
+The model is small, with random weights in float32, and takes its steps slowly (``slow_down``)
+instead of computing much: the cores are left to the processes. A round appends little to a long
+context, as late rounds of the paper's agents do, and generates a few tokens.
+"""
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from benchmarks.dummy_model import SHAPES, write_dummy_model
+from benchmarks.report import Cell, print_table, write_results
+from benchmarks.served_cluster import ROOT, ServedCluster, served
+
+MODEL_SHAPE = "storage-paths"
+SHAPES[MODEL_SHAPE] = {
+    "vocab_size": 1024,
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+}
+BLOCK_TOKENS = 64
+TOKEN_BYTES = 4 * 2 * 2 * 32 * 4
+"""Of all layers: K and V of 2 heads of 32 numbers in float32."""
+
+FIRST_TOKENS = 3072
+APPENDED_TOKENS = 24
+GENERATED_TOKENS = 3
+POOL_TOKENS = 3 * 4096
+SLOW_DOWN = 12.0
+LINK_TOKENS_PER_SECOND = 16_000
+WIDE = 12
+RUN_SECONDS = 240.0
+
+MAX_APART, MIN_GAIN, MAX_IMBALANCE, MAX_BESIDE_ORACLE = 0.08, 1.6, 1.2, 1.15
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """One cluster: its workers, who may read, and each worker's link in tokens a second (0: no
+    limit)."""
+
+    name: str
+    num_prefill: int
+    num_decode: int
+    store_read: str
+    link: int = LINK_TOKENS_PER_SECOND
+    policy: str = "dualpath"
+
+    @property
+    def num_links(self) -> int:
+        """How many workers may read from the store."""
+        return self.num_prefill + (self.num_decode if self.store_read == "dual" else 0)
+
+    def options(self, model: Path, store: Path, *, slow_down: float) -> tuple[str, ...]:
+        """Return the options of ``flowpath serve``."""
+        return (
+            *("--model", str(model), "--load-format", "dummy", "--dtype", "float32"),
+            *("--prefill", str(self.num_prefill), "--decode", str(self.num_decode)),
+            *("--roles", "manual", "--threads", "1", "--policy", self.policy),
+            *("--kv-bytes", str(POOL_TOKENS * TOKEN_BYTES), "--block-size", str(BLOCK_TOKENS)),
+            *("--segment-min-size", "1MiB", "--slow-down", str(slow_down)),
+            *("--store", f"file:{store}", "--store-read", self.store_read),
+            *("--emulated-store-bandwidth", str(self.link * TOKEN_BYTES)),
+        )
+
+
+LAYOUTS = (
+    Layout("basic 1P1D", 1, 1, "prefill"),
+    Layout("basic 1P2D", 1, 2, "prefill"),
+    Layout("basic 2P1D", 2, 1, "prefill"),
+    Layout("dual 1P1D", 1, 1, "dual"),
+    Layout("dual 2P1D", 2, 1, "dual"),
+    Layout("dual 1P2D", 1, 2, "dual"),
+    Layout("round_robin 2P1D", 2, 1, "dual", policy="round_robin"),
+    Layout("wide 1P1D", 1, 1, "dual", link=WIDE * LINK_TOKENS_PER_SECOND),
+    Layout("oracle 1P1D", 1, 1, "dual", link=0),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """What one replay measured; ``loaded`` are the tokens that each worker read."""
+
+    jct_seconds: float
+    num_failed: int
+    num_different: int
+    num_prompt_tokens: int
+    loaded: dict[str, int]
+
+    @property
+    def num_loaded_tokens(self) -> int:
+        """Tokens read from the store by all workers."""
+        return sum(self.loaded.values())
+
+    def imbalance(self, num_links: int) -> float:
+        """Return the busiest link's tokens over the mean of all; 0 where nothing was read."""
+        most = max(self.loaded.values(), default=0)
+        return most * num_links / self.num_loaded_tokens if most else 0.0
+
+
+def write_agents(path: Path, num_agents: int, num_rounds: int, seed: int) -> None:
+    """Write agents as message lists, one character a token: a long prompt, then short rounds."""
+    source = random.Random(seed)
+
+    def text(num_tokens: int) -> str:
+        return "".join(source.choices("abcdefghijklmnopqrstuvwxyz", k=num_tokens))
+
+    lines = []
+    for _ in range(num_agents):
+        messages = []
+        for place in range(num_rounds):
+            mean = APPENDED_TOKENS if place else FIRST_TOKENS
+            length = round(source.uniform(0.8, 1.2) * mean)
+            messages.append({"role": "user", "content": text(length)})
+            messages.append({"role": "assistant", "content": text(GENERATED_TOKENS)})
+        lines.append(json.dumps({"messages": messages}))
+    path.write_text("\n".join(lines) + "\n")
+
+
+def replay(cluster: ServedCluster, trace: Path, num_agents: int, *options: str) -> Replay:
+    """Replay the agents with ``flowpath bench agents``. RuntimeError when that cannot run."""
+    with tempfile.TemporaryDirectory(prefix="fp-") as root:
+        path = Path(root) / "result.json"
+        command = [
+            *(sys.executable, "-m", "services.cli", "bench", "agents", "--url", cluster.url),
+            *("--trace", str(trace), "--format", "messages", "--chars-per-token", "1"),
+            *("--agents", str(num_agents), "--vocab-size", "1024", "--phases"),
+            *("--timeout", str(RUN_SECONDS), "--json", str(path), *options),
+        ]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        if not path.exists():
+            raise RuntimeError(f"bench agents failed\n{done.stdout[-3000:]}\n{done.stderr[-2000:]}")
+        told = json.loads(path.read_text())
+    for example in told["failure_examples"]:
+        print(f"  failed: {example}", flush=True)
+    return Replay(
+        jct_seconds=float(told["seconds"]),
+        num_failed=int(told["num_agents"]) - int(told["num_finished"]),
+        num_different=len(told.get("reference", {}).get("differences", [])),
+        num_prompt_tokens=int(told["num_prompt_tokens"]),
+        loaded={worker: int(of["num_tokens"]) for worker, of in told["loaded"].items()},
+    )
+
+
+def measure(num_agents: int, num_rounds: int, repeats: int) -> dict[str, list[Replay]]:
+    """Fill a store, and give each layout the agents in turn, ``repeats`` times."""
+    found: dict[str, list[Replay]] = {layout.name: [] for layout in LAYOUTS}
+    with tempfile.TemporaryDirectory(prefix="fp-") as root:
+        folder = Path(root)
+        model, store, trace = folder / "model", folder / "store", folder / "agents.jsonl"
+        outputs = folder / "outputs.jsonl"
+        write_dummy_model(model, MODEL_SHAPE)
+        write_agents(trace, num_agents, num_rounds, seed=0)
+        warm = Layout("warm", 1, 1, "dual", link=0)
+        with served(warm.name, warm.options(model, store, slow_down=1.0)) as cluster:
+            filled = replay(cluster, trace, num_agents, "--outputs", str(outputs))
+        print(f"  store filled in {filled.jct_seconds:.1f} s", flush=True)
+        for turn in range(repeats):
+            for layout in LAYOUTS:
+                options = layout.options(model, store, slow_down=SLOW_DOWN)
+                with served(layout.name, options) as cluster:
+                    taken = replay(cluster, trace, num_agents, "--reference", str(outputs))
+                found[layout.name].append(taken)
+                share = taken.num_loaded_tokens / max(1, taken.num_prompt_tokens)
+                print(
+                    f"  turn {turn + 1}/{repeats} {layout.name}: JCT {taken.jct_seconds:.2f} s, "
+                    f"{100 * share:.0f} % from the store, links max/avg "
+                    f"{taken.imbalance(layout.num_links):.2f}, {taken.num_different} differ",
+                    flush=True,
+                )
+    return found
+
+
+def _rows(found: dict[str, list[Replay]]) -> list[dict[str, Cell]]:
+    return [
+        {
+            "layout": layout.name,
+            "links": layout.num_links,
+            "JCT s": median(r.jct_seconds for r in found[layout.name]),
+            "JCT min": min(r.jct_seconds for r in found[layout.name]),
+            "JCT max": max(r.jct_seconds for r in found[layout.name]),
+            "max/avg": median(r.imbalance(layout.num_links) for r in found[layout.name]),
+            "from store": median(
+                r.num_loaded_tokens / max(1, r.num_prompt_tokens) for r in found[layout.name]
+            ),
+            "failed": sum(r.num_failed for r in found[layout.name]),
+            "differ": sum(r.num_different for r in found[layout.name]),
+        }
+        for layout in LAYOUTS
+    ]
+
+
+def _comparisons(rows: Sequence[dict[str, Cell]]) -> list[dict[str, Cell]]:
+    of = {str(row["layout"]): row for row in rows}
+
+    def jct(name: str) -> float:
+        return float(of[name]["JCT s"])
+
+    def compared(first: str, second: str) -> tuple[str, float]:
+        return f"JCT {first} / {second}", jct(first) / jct(second)
+
+    alike = (
+        ("dual 1P1D", "basic 2P1D"),
+        ("dual 2P1D", "dual 1P2D"),
+        ("basic 1P1D", "basic 1P2D"),
+    )
+    made = [
+        (*compared(*pair), f"1 +- {MAX_APART}", abs(compared(*pair)[1] - 1) <= MAX_APART)
+        for pair in alike
+    ]
+    gain = compared("basic 1P1D", "dual 1P1D")
+    made.append((*gain, f">= {MIN_GAIN}", gain[1] >= MIN_GAIN))
+    beside = compared("wide 1P1D", "oracle 1P1D")
+    made.append((*beside, f"<= {MAX_BESIDE_ORACLE}", beside[1] <= MAX_BESIDE_ORACLE))
+    for name in ("dual 1P1D", "dual 2P1D", "dual 1P2D"):
+        apart = float(of[name]["max/avg"])
+        made.append((f"links max/avg, {name}", apart, f"<= {MAX_IMBALANCE}", apart <= 1.2))
+    turns = float(of["round_robin 2P1D"]["max/avg"])
+    made.append(("links max/avg, round_robin 2P1D", turns, "beside", True))
+    return [
+        {"compared": what, "ratio": ratio, "target": target, "is_met": is_met}
+        for what, ratio, target, is_met in made
+    ]
+
+
+def main(argv: list[str]) -> int:
+    """Replay on every layout and compare; 0 when every target is met."""
+    parser = argparse.ArgumentParser(prog="benchmarks storage_paths")
+    parser.add_argument("--agents", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--short", action="store_true", help="fewer rounds, once")
+    arguments = parser.parse_args(argv)
+    num_rounds, repeats = arguments.rounds, arguments.repeats
+    if arguments.short:
+        num_rounds, repeats = min(num_rounds, 3), 1
+    rows = _rows(measure(arguments.agents, num_rounds, repeats))
+    comparisons = _comparisons(rows)
+    print_table(rows)
+    print_table(comparisons)
+    is_sound = all(row["failed"] == 0 and row["differ"] == 0 for row in rows)
+    if not is_sound:
+        print("a round failed or drew other tokens than the first pass")
+    kept = write_results("storage_paths", argv, [*rows, *comparisons])
+    print(f"kept in benchmarks/results/{kept.name}")
+    return 0 if is_sound and all(row["is_met"] for row in comparisons) else 1
