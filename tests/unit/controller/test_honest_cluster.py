@@ -2,7 +2,8 @@
 
 Hypothesis drives a core and a model of its cluster: each message waits in its link, in order, until
 a rule delivers it. Whatever happens, every request ends for its gateway exactly once, and in the
-end nobody holds anything.
+end nobody holds anything. Workers answer for their store soon, late or never; and one that waits
+for a prefix does so until it comes or the controller tells that it will not.
 """
 
 from collections import deque
@@ -18,16 +19,21 @@ from common.messages.admin import OrderDrain, OrderRole, RoleControl
 from common.messages.control import (
     Cancel,
     CancelRequest,
+    CopyPrefix,
     DecodeRefused,
     DecodeStarted,
     Fenced,
     GatewayHeartbeat,
     Goodbye,
+    LookUpPrefix,
     MigrateDecode,
     MigrationFailed,
     PeerLeft,
     PlaceDecode,
     PlaceRequest,
+    PrefixFound,
+    PrefixNotCopied,
+    PrefixUnavailable,
     RequestFailed,
     RequestFinished,
     RequestRefused,
@@ -38,6 +44,8 @@ from common.messages.control import (
 from common.messages.fields import Role
 from services.controller.effects import Effect, FromPeer, Send, ToPeer
 from services.controller.limits import ControllerLimits
+from services.controller.look_ups import LOOK_UP_SECONDS
+from services.controller.request_machine import RequestPhase
 from services.controller.request_record import CANCEL_REPORT_SECONDS
 from tests.unit.controller.cluster import Cluster, heartbeat, rates, worker_hello
 
@@ -49,7 +57,11 @@ BUDGET = 512
 
 @dataclass
 class FakeWorker:
-    """A worker that keeps the protocol. ``prefilling`` maps to the decode side, None is itself."""
+    """A worker that keeps the protocol. ``prefilling`` maps to the decode side, None is itself.
+
+    ``asked`` are look-ups to answer, ``copying`` the targets of prefixes to load and to write;
+    ``awaiting`` are requests whose prefix has not come, ``arrived`` those whose prefix has.
+    """
 
     name: str
     pid: int
@@ -61,6 +73,10 @@ class FakeWorker:
     refused: set[RequestId] = field(default_factory=set)
     decoding: set[RequestId] = field(default_factory=set)
     moving: dict[RequestId, str] = field(default_factory=dict)
+    asked: deque[RequestId] = field(default_factory=deque)
+    copying: dict[RequestId, str] = field(default_factory=dict)
+    awaiting: set[RequestId] = field(default_factory=set)
+    arrived: set[RequestId] = field(default_factory=set)
     inbox: deque[ToPeer] = field(default_factory=deque)
     outbox: deque[FromPeer] = field(default_factory=deque)
 
@@ -87,7 +103,12 @@ class HonestCluster(RuleBasedStateMachine):
         worker = FakeWorker(name, 100 + self.num_epochs, self.num_epochs, role)
         self.workers[name] = worker
         hello = worker_hello(
-            name, role, worker.epoch, pid=worker.pid, max_num_batched_tokens=BUDGET
+            name,
+            role,
+            worker.epoch,
+            pid=worker.pid,
+            max_num_batched_tokens=BUDGET,
+            has_store=name != NAMES[-1],
         )
         self.take(self.cluster.say(name, hello, epoch=worker.epoch, role_generation=1))
 
@@ -109,12 +130,20 @@ class HonestCluster(RuleBasedStateMachine):
     def obey(self, worker: FakeWorker, message: ToPeer) -> None:  # noqa: C901, PLR0912 - one case per order
         say = worker.outbox.append
         match message:
-            case PlaceRequest(request_id=request_id, decode=decode):
+            case PlaceRequest(request_id=request_id, decode=decode, num_prefix_tokens=awaited):
                 if worker.is_draining:
                     code = ErrorCode.SHUTTING_DOWN
                     say(RequestFailed(request_id=request_id, code=code, message="it drains"))
                 else:
                     worker.prefilling[request_id] = decode.worker_id if decode else None
+                    if awaited and request_id not in worker.arrived:
+                        worker.awaiting.add(request_id)
+            case LookUpPrefix(request_id=request_id):
+                worker.asked.append(request_id)
+            case CopyPrefix(request_id=request_id, target=target):
+                worker.copying[request_id] = target.worker_id
+            case PrefixUnavailable(request_id=request_id):
+                worker.awaiting.discard(request_id)
             case PlaceDecode(request_id=request_id, decode=decode):
                 if request_id in worker.refused:
                     worker.refused.discard(request_id)
@@ -148,6 +177,7 @@ class HonestCluster(RuleBasedStateMachine):
         held |= request_id in worker.refused
         worker.prefilling.pop(request_id, None)
         worker.moving.pop(request_id, None)
+        worker.awaiting.discard(request_id)
         worker.refused.discard(request_id)
         worker.decoding.discard(request_id)
         return held
@@ -161,13 +191,14 @@ class HonestCluster(RuleBasedStateMachine):
 
     def beat(self, worker: FakeWorker) -> None:
         tokens = 600 * len(worker.prefilling)
-        measured = rates(prefill=1000.0, step_seconds=0.02, decode=50.0)
+        measured = rates(prefill=1000.0, step_seconds=0.02, decode=50.0, read=4000.0)
         worker.outbox.append(
             heartbeat(
                 uncomputed_tokens=tokens,
                 num_decoding=len(worker.decoding),
                 is_draining=worker.is_draining,
                 measured=measured,
+                read_queue_tokens=512 * len(worker.copying),
             )
         )
 
@@ -213,9 +244,12 @@ class HonestCluster(RuleBasedStateMachine):
     @rule(name=st.sampled_from(NAMES), has_room=st.booleans())
     def prefill(self, name: str, has_room: bool) -> None:
         worker = self.workers.get(name)
-        if worker is None or not worker.prefilling:
+        if worker is None:
             return
-        request_id, decode = next(iter(worker.prefilling.items()))
+        able = (r for r in worker.prefilling if r not in worker.awaiting)
+        if (request_id := next(able, None)) is None:
+            return
+        decode = worker.prefilling[request_id]
         if decode is None:
             del worker.prefilling[request_id]
             worker.decoding.add(request_id)
@@ -236,6 +270,34 @@ class HonestCluster(RuleBasedStateMachine):
                 message="no room",
             )
         )
+
+    @rule(
+        name=st.sampled_from(NAMES),
+        num_blocks=st.sampled_from([0, 2, 8, 8]),
+        is_answered=st.sampled_from([True, True, False]),
+    )
+    def look_up(self, name: str, num_blocks: int, is_answered: bool) -> None:
+        worker = self.workers.get(name)
+        if worker is None or not worker.asked:
+            return
+        request_id = worker.asked.popleft()
+        if is_answered:
+            worker.outbox.append(PrefixFound(request_id=request_id, num_blocks=num_blocks))
+
+    @rule(name=st.sampled_from(NAMES), is_there=st.booleans())
+    def copy(self, name: str, is_there: bool) -> None:
+        """Write a prefix into its target's pool, or say that nothing comes."""
+        worker = self.workers.get(name)
+        if worker is None or not worker.copying:
+            return
+        request_id, to = next(iter(worker.copying.items()))
+        del worker.copying[request_id]
+        target = self.workers.get(to)
+        if target is not None and is_there:
+            target.arrived.add(request_id)
+            target.awaiting.discard(request_id)
+        else:
+            worker.outbox.append(PrefixNotCopied(request_id=request_id, message="it is gone"))
 
     @rule(name=st.sampled_from(NAMES))
     def finish(self, name: str) -> None:
@@ -266,6 +328,8 @@ class HonestCluster(RuleBasedStateMachine):
         """Let all links deliver and every worker prefill a little."""
         for name in NAMES:
             self.deliver(name, 100)
+            self.look_up(name, 8, is_answered=True)
+            self.copy(name, is_there=has_room)
             for _ in range(num_prefilled):
                 self.prefill(name, has_room)
             self.report(name, 100)
@@ -336,6 +400,13 @@ class HonestCluster(RuleBasedStateMachine):
             if self.is_gone(known.peer.worker_id, known.peer.epoch)
         ]
         self.take(self.cluster.tick(*gone))
+        late = [
+            record.request_id
+            for record in self.cluster.core.book.requests.values()
+            if record.phase is RequestPhase.LOOKING_UP
+            and self.cluster.now - record.asked_at >= LOOK_UP_SECONDS
+        ]
+        assert not late, f"still waiting for the store: {late}"
 
     def is_gone(self, name: str, epoch: Epoch) -> bool:
         return name not in self.workers or self.workers[name].epoch != epoch
@@ -358,6 +429,8 @@ class HonestCluster(RuleBasedStateMachine):
             for name in NAMES:
                 self.order_drain(name, on=False)
                 self.deliver(name, 100)
+                self.look_up(name, 0, is_answered=True)
+                self.copy(name, is_there=False)
                 self.prefill(name, has_room=True)
                 self.move(name, has_room=True)
                 self.finish(name)
