@@ -6,14 +6,18 @@ from pydantic import BaseModel, Field
 
 from common.config.value_types import Bytes
 
+NO_STORE = "none"
+AUTO_STORE = "auto"
+
 
 class StorageSettings(BaseModel):
     """Where KV outlives its worker, and which side reads it back."""
 
     store: str = Field(
-        "none",
+        AUTO_STORE,
         description="Store of KV blocks: file:DIR, redis://HOST:PORT/DB or none; docs/storage.md "
-        "has the options.",
+        "has the options. auto is a folder in cache_dir of at most 10GiB for `flowpath serve` on "
+        "CPUs, and none for everything else.",
     )
     store_read: Literal["dual", "prefill", "decode"] = Field(
         "dual",
@@ -35,3 +39,8 @@ class StorageSettings(BaseModel):
         description="Bytes per second that each worker may send to other workers (size), to try "
         "slower links than this machine has; 0 does not limit.",
     )
+
+    @property
+    def has_store(self) -> bool:
+        """Whether a store is named; ``flowpath serve`` names one for ``auto``."""
+        return self.store not in (NO_STORE, AUTO_STORE)

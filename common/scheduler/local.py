@@ -31,7 +31,7 @@ from collections.abc import Sequence as SequenceOf
 
 from common.errors import ConfigError, ErrorCode, LocalProtocolError
 from common.ids import RequestId
-from common.kv.blocks import BlockManager
+from common.kv.blocks import BlockManager, PublishedBlocks
 from common.messages.fields import Mode, WorkerLoad, WorkerRates
 from common.messages.handoff import FirstToken
 from common.sampling import FinishReason
@@ -65,7 +65,10 @@ class LocalScheduler:
         limits: SchedulerLimits,
         swap: SwapSpace | None = None,
         triggers: Triggers = DEFAULT_TRIGGERS,
+        *,
+        is_keeping: bool = False,
     ) -> None:
+        """With ``is_keeping``, ``take_computed`` must be called after every ``publish``."""
         if limits.max_num_batched_tokens < limits.block_size:
             raise ConfigError(
                 f"a step of {limits.max_num_batched_tokens} tokens cannot compute a block of "
@@ -73,7 +76,7 @@ class LocalScheduler:
             )
         self._limits = limits
         self._triggers = triggers
-        self._held = SequenceBlocks(blocks, limits, swap or SwapSpace(0))
+        self._held = SequenceBlocks(blocks, limits, swap or SwapSpace(0), is_keeping=is_keeping)
         self._prefill = PrefillScheduler(self._held, limits.block_size)
         self._decode = DecodeScheduler(self._held)
         self._book = RequestBook(self._held, self._prefill, self._decode)
@@ -310,6 +313,13 @@ class LocalScheduler:
     def publish(self) -> None:
         """Make what was computed findable for later prompts. Nobody need wait for it."""
         self._held.publish_all()
+
+    def take_computed(self) -> list[PublishedBlocks]:
+        """Return the blocks that were computed here and published since the last call, in order.
+
+        Each has an owner that holds it, for the caller to release. Nothing unless ``is_keeping``.
+        """
+        return self._held.take_computed()
 
     def load(self, *, num_sending: int, num_receiving: int) -> WorkerLoad:
         """Count what there is to do."""

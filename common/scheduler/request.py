@@ -46,7 +46,8 @@ class Sequence:
     Positions ``0 .. num_computed - 1`` have K and V in the pool, in the blocks of ``owner``; the
     next ``num_planned`` are computed by the ``num_open_steps`` steps in flight. ``pending`` is the
     draw of these that comes last. ``unsent`` are drawn tokens that have not gone to the gateway
-    yet. While its K and V lie in host memory, ``slots`` say where, and there are no blocks.
+    yet. The first ``num_handed`` blocks were computed by another worker. While its K and V lie in
+    host memory, ``slots`` say where, and there are no blocks.
 
     ``age`` orders decoding sequences: a preempted one that is back counts as new. ``last_planned``
     is the last step that was planned with it, and ``turn`` its rank when a step had too few rows.
@@ -61,6 +62,7 @@ class Sequence:
     unsent: list[SampledToken] = field(default_factory=list)
     num_computed: int = 0
     num_published: int = 0
+    num_handed: int = 0
     block_table: tuple[int, ...] = ()
     num_open_steps: int = 0
     num_planned: int = 0

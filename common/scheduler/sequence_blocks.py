@@ -5,7 +5,7 @@ Both halves of the scheduler share one of these, and with it the pool.
 
 from collections.abc import Sequence as SequenceOf
 
-from common.kv.blocks import BlockManager, Hold
+from common.kv.blocks import BlockManager, Hold, PublishedBlocks
 from common.scheduler.publisher import Publisher
 from common.scheduler.request import Sequence
 from common.scheduler.steps import SchedulerLimits
@@ -17,11 +17,13 @@ Pairs = tuple[tuple[int, int], ...]
 class SequenceBlocks:
     """Keeps what sequences know of their blocks equal to what the block manager knows."""
 
-    def __init__(self, blocks: BlockManager, limits: SchedulerLimits, swap: SwapSpace) -> None:
+    def __init__(
+        self, blocks: BlockManager, limits: SchedulerLimits, swap: SwapSpace, *, is_keeping: bool
+    ) -> None:
         self._blocks = blocks
         self._limits = limits
         self._swap = swap
-        self._publisher = Publisher(blocks, limits.block_size)
+        self._publisher = Publisher(blocks, limits.block_size, is_keeping=is_keeping)
 
     def can_ever_hold(self, num_tokens: int) -> bool:
         """Whether an empty pool has room for ``num_tokens`` tokens."""
@@ -64,6 +66,7 @@ class SequenceBlocks:
         """The sequence's owner holds its first ``num_computed`` tokens, as they arrived."""
         self._blocks.set_hold(sequence.owner, Hold.REQUEST)
         self._note_table(sequence, num_computed)
+        sequence.num_handed = num_computed // self._limits.block_size
         self._publisher.note(sequence)
 
     def _note_table(self, sequence: Sequence, num_computed: int) -> None:
@@ -149,6 +152,10 @@ class SequenceBlocks:
     def publish_all(self) -> None:
         """Make everything that was computed findable."""
         self._publisher.publish_all()
+
+    def take_computed(self) -> list[PublishedBlocks]:
+        """Return what was computed since the last call, held until it is let go."""
+        return self._publisher.take_computed()
 
     def validate_slots(self, in_use: SequenceOf[int]) -> None:
         """Raise InvariantViolationError unless each host slot is free or, once, in use."""

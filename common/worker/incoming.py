@@ -84,4 +84,5 @@ class IncomingTransfer:
             num_tokens=len(self.new.prompt),
             num_bytes=sum(phase.num_bytes for phase in moved),
             num_calls=sum(phase.num_calls for phase in moved),
+            phases=tuple(p for p in commit.phases if p.name is not PhaseName.TRANSFER),
         )

@@ -1,5 +1,6 @@
 """What a worker is put together from."""
 
+from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ from common.worker.host_blocks import HostBlocks
 from common.worker.inbound import InboundHandoffs
 from common.worker.outbound import OutboundHandoffs
 from common.worker.own_role import OwnRole
+from common.worker.stored_blocks import StoredBlocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,10 @@ class WorkerParts:
     lease_seconds: float
     slow_down: float = 1.0
     """How many times as long every step is to take."""
+    stored: StoredBlocks | None = None
+    """Its use of the store of KV blocks, where it has one."""
+    why_broken: Callable[[], str | None] = lambda: None
+    """Tells why the engine computes nothing any more; None while it does."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,13 @@
 """What each request's time on this worker went into, for its caller. Pure.
 
 Theory of operation. Every time is an argument, in seconds on one monotonic clock. The phases of a
-request follow one another without a gap: ``queue``, ``prefix`` (the wait for blocks of another
-worker, which is no part of ``queue``), ``prefill`` until the first tokens are out, ``decode_wait``
-until the first decode step begins, ``decode`` until the last token is out; a decode that moves is
-cut in two by ``migration``, from when it is frozen until its first step elsewhere. Only
-``transfer`` runs beside them. What ended is told with the next tokens that go to the gateway, by
-whichever worker sends them: records of a worker that sends none any more travel with the commit.
+request follow one another without a gap: ``queue``, ``prefix`` or ``load`` (the wait for blocks of
+another worker or of the store, which is no part of ``queue``), ``prefill`` until the first tokens
+are out, ``decode_wait`` until the first decode step begins, ``decode`` until the last token is out;
+a decode that moves is cut in two by ``migration``, from when it is frozen until its first step
+elsewhere. Only ``transfer`` runs beside them, and within ``prefix`` the ``load`` of the worker that
+copies it. What ended is told with the next tokens that go to the gateway, by whichever worker sends
+them: records of a worker that sends none any more travel with the commit.
 """
 
 from dataclasses import dataclass, field, replace
@@ -18,11 +19,25 @@ from common.messages.tokens import TokenDelta
 
 @dataclass(frozen=True, slots=True)
 class PrefixCopied:
-    """What another worker copied here for a request; nothing where that failed."""
+    """What another worker copied here for a request; nothing where that failed.
+
+    ``phases`` ended there before.
+    """
 
     num_tokens: int = 0
     num_bytes: int = 0
     num_calls: int = 0
+    phases: Phases = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixLoaded:
+    """What came from the store, and how long its reads took; nothing where that failed."""
+
+    num_tokens: int = 0
+    num_bytes: int = 0
+    num_calls: int = 0
+    read_seconds: float = 0.0
 
 
 @dataclass(slots=True)
@@ -65,12 +80,27 @@ class PhaseLedger:
     def prefix_ended(self, request_id: RequestId, copied: PrefixCopied, now: float) -> None:
         """The wait for another worker's blocks is over."""
         times = self._times.get(request_id)
-        if times is None or times.prefill_at is not None:
-            return
+        if times is not None and times.prefill_at is None:
+            times.pending += copied.phases
+            self._waited(times, PhaseName.PREFIX, copied, now)
+
+    def prefix_loaded(self, request_id: RequestId, loaded: PrefixLoaded, now: float) -> None:
+        """The wait for blocks of the store is over."""
+        times = self._times.get(request_id)
+        if times is not None and times.prefill_at is None:
+            self._waited(times, PhaseName.LOAD, loaded, now)
+
+    def loaded_for_other(self, loaded: PrefixLoaded, seconds: float) -> Phases:
+        """Return what the worker for which a prefix was loaded here is to tell."""
+        record = self._record(PhaseName.LOAD, seconds, loaded.num_tokens)
+        return (replace(record, num_bytes=loaded.num_bytes, num_calls=loaded.num_calls),)
+
+    def _waited(
+        self, times: _Times, name: PhaseName, came: PrefixCopied | PrefixLoaded, now: float
+    ) -> None:
         times.prefix_seconds = now - times.received_at
-        record = self._record(PhaseName.PREFIX, times.prefix_seconds, copied.num_tokens)
-        record = replace(record, num_bytes=copied.num_bytes, num_calls=copied.num_calls)
-        times.pending.append(record)
+        record = self._record(name, times.prefix_seconds, came.num_tokens)
+        times.pending.append(replace(record, num_bytes=came.num_bytes, num_calls=came.num_calls))
 
     def prefill_started(self, request_id: RequestId, num_tokens: int, now: float) -> None:
         """The first step with the prompt is planned: so many tokens are to be computed."""

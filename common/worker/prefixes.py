@@ -1,8 +1,9 @@
-"""Prefixes that are copied instead of computed: the worker that holds one, and the one that waits.
+"""Prefixes that are copied or loaded instead of computed: who holds one, and who waits for one.
 
-The holder hands its cached blocks over like a prompt that was just prefilled; the receiver writes
-down what it lacks, verifies it and lets it stay cached. A request waits for its prefix a while, and
-computes whatever has not come by then.
+The holder hands its cached blocks over like a prompt that was just prefilled, after it has loaded
+what the store has of them where the order says so; the receiver writes down what it lacks, verifies
+it and lets it stay cached. A request waits for its prefix, copied or loaded, until that has come,
+it is told that nothing will, or too much time has passed; it computes whatever is not here then.
 """
 
 import asyncio
@@ -13,18 +14,28 @@ from time import monotonic
 import structlog
 
 from common.errors import RemoteProtocolError
+from common.handoff.events import HandedOver
 from common.ids import GatewayId, RequestId
-from common.messages.control import CopyPrefix
+from common.messages.control import (
+    CopyPrefix,
+    PlaceRequest,
+    PrefixNotCopied,
+    PrefixUnavailable,
+)
+from common.messages.fields import Phases
 from common.sampling import SamplingParams
 from common.worker.incoming import PrefixEnded
 from common.worker.outgoing import HandoffEnd, HandoffKind, Outgoing
 from common.worker.parts import Channels, WorkerParts
 from common.worker.payload import unpack_prompt
-from common.worker.phases import PhaseLedger, PrefixCopied
+from common.worker.phases import PhaseLedger, PrefixCopied, PrefixLoaded
+from common.worker.stored_prefixes import OnLoaded
 
 log = structlog.get_logger()
 
 MAX_WAIT_SECONDS = 1.0
+MAX_LOAD_SECONDS = 30.0
+"""How long a request waits for the store: a read that takes longer has met with trouble."""
 
 # A reservation names who gets the tokens. Of a prefix there are none.
 _NO_GATEWAY = GatewayId("none")
@@ -38,28 +49,45 @@ class PrefixCopies:
     def __init__(self, parts: WorkerParts, ledger: PhaseLedger, wake: asyncio.Event) -> None:
         self._blocks = parts.blocks
         self._scheduler = parts.scheduler
+        self._stored = parts.stored
         self._ledger = ledger
         self._wake = wake
         self._numbers = itertools.count()
         self._wait_until: dict[RequestId, float] = {}
+        self._load_until: dict[RequestId, float] = {}
 
     def attach(self, channels: Channels) -> None:
         """Join to the channels; they call back, so they come second."""
         self._outbound = channels.outbound
+        self._control = channels.control
 
     # ---- the worker that holds a prefix ----------------------------------------------------------
 
     def send(self, order: CopyPrefix, payload: tuple[bytes, ...]) -> None:
-        """Hand over what is cached here of a prefix."""
+        """Hand over what is cached here of a prefix, loading first what the store has of it."""
         try:
             tokens = unpack_prompt(payload, order.num_tokens, num_drawn=0)
         except RemoteProtocolError as error:
             log.error("order_ignored", request_id=order.request_id, reason=str(error))
             return
+        began = monotonic()
+
+        def loaded(came: PrefixLoaded) -> None:
+            phases = self._ledger.loaded_for_other(came, monotonic() - began)
+            self._send_cached(order, tokens, phases)
+
+        num_stored = min(order.num_stored_tokens, len(tokens))
+        if num_stored <= self._blocks.match(tokens, num_stored) or not self._try_load(
+            order.request_id, tokens[:num_stored], loaded
+        ):
+            self._send_cached(order, tokens, ())
+
+    def _send_cached(self, order: CopyPrefix, tokens: Sequence[int], phases: Phases) -> None:
         owner = f"prefix-{next(self._numbers)}-{order.request_id}"
         num_held = self._blocks.hold_prefix(owner, tokens)
         if num_held == 0:
             log.info("prefix_not_cached", request_id=order.request_id, num_tokens=len(tokens))
+            self._tell_not_copied(order.request_id, "nothing of it is cached")
             return
         outgoing = Outgoing(
             kind=HandoffKind.PREFIX,
@@ -71,33 +99,65 @@ class PrefixCopies:
             owner=owner,
             block_ids=self._blocks.block_ids(owner),
             live_choices=frozenset,
+            phases=phases,
         )
         self._outbound.send_prefix(outgoing, order.target)
 
     def sent(self, end: HandoffEnd) -> None:
         """Nothing reads the prefix's blocks for another worker any more."""
         self._blocks.release(end.outgoing.owner)
+        if not isinstance(end.outcome, HandedOver):
+            self._tell_not_copied(end.outgoing.request_id, str(end.outcome))
+
+    def _tell_not_copied(self, request_id: RequestId, message: str) -> None:
+        told = PrefixNotCopied(request_id=request_id, message=message[:4096])
+        self._control.send(told, request_id)
+
+    def _try_load(self, request_id: RequestId, tokens: Sequence[int], then: OnLoaded) -> bool:
+        if self._stored is None:
+            return False
+        return self._stored.prefixes.try_load(request_id, tokens, then)
 
     # ---- the worker that waits for one -----------------------------------------------------------
 
-    def await_prefix(
-        self, request_id: RequestId, prompt: Sequence[int], num_tokens: int, now: float
-    ) -> bool:
-        """Return whether a new request is to wait for so much of its prompt; not where it is here.
+    def await_prefix(self, order: PlaceRequest, prompt: Sequence[int], now: float) -> bool:
+        """Return whether a new request is to wait for a part of its prompt; not where it is here.
 
-        The copy may have come before the request.
+        Its load begins now. A copy may have come before the request.
         """
-        if num_tokens <= self._blocks.match(prompt, num_tokens):
+        request_id = order.request_id
+        # The last token of a prompt is always computed, and with it its block.
+        num_stored = min(order.num_stored_tokens, len(prompt) - 1)
+        if num_stored > self._blocks.match(prompt, num_stored) and self._try_load(
+            request_id, prompt[:num_stored], lambda came: self._loaded(request_id, came)
+        ):
+            self._load_until[request_id] = now + MAX_LOAD_SECONDS
+            return True
+        if order.num_prefix_tokens <= self._blocks.match(prompt, order.num_prefix_tokens):
             return False
         self._wait_until[request_id] = now + MAX_WAIT_SECONDS
         return True
+
+    def _loaded(self, request_id: RequestId, came: PrefixLoaded) -> None:
+        """The store's part of a prefix is here, or will not come."""
+        if self._load_until.pop(request_id, None) is None:
+            return
+        self._ledger.prefix_loaded(request_id, came, monotonic())
+        self._go_on(request_id)
+
+    def unavailable(self, order: PrefixUnavailable) -> None:
+        """The copy that a request may wait for will not come."""
+        self.ended(PrefixEnded(order.request_id, PrefixCopied()))
 
     def ended(self, end: PrefixEnded) -> None:
         """A copy for a request is here, or will not come."""
         if self._wait_until.pop(end.request_id, None) is None:
             return
         self._ledger.prefix_ended(end.request_id, end.copied, monotonic())
-        self._scheduler.prefix_arrived(end.request_id)
+        self._go_on(end.request_id)
+
+    def _go_on(self, request_id: RequestId) -> None:
+        self._scheduler.prefix_arrived(request_id)
         self._wake.set()
 
     def tick(self, now: float) -> None:
@@ -105,7 +165,17 @@ class PrefixCopies:
         for request_id in [r for r, until in self._wait_until.items() if now >= until]:
             log.warning("prefix_late", request_id=request_id, seconds=MAX_WAIT_SECONDS)
             self.ended(PrefixEnded(request_id, PrefixCopied()))
+        for request_id in [r for r, until in self._load_until.items() if now >= until]:
+            log.warning("prefix_late", request_id=request_id, seconds=MAX_LOAD_SECONDS)
+            self._forget_load(request_id)
+            self._loaded(request_id, PrefixLoaded())
 
     def forget(self, request_id: RequestId) -> None:
-        """The request ended."""
+        """The request ended, here or at the worker that its prefix is loaded for."""
         self._wait_until.pop(request_id, None)
+        self._load_until.pop(request_id, None)
+        self._forget_load(request_id)
+
+    def _forget_load(self, request_id: RequestId) -> None:
+        if self._stored is not None:
+            self._stored.prefixes.forget(request_id)

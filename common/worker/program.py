@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 
 import structlog
@@ -14,10 +15,12 @@ import uvloop
 from common.config.folders import prepare_run_dir
 from common.config.host import host_id
 from common.config.settings import Settings
+from common.engine.failure import EngineBroken
 from common.errors import ConfigError, ErrorCode
 from common.ids import WorkerId, new_epoch
 from common.kv.blocks import BlockManager
 from common.kv.journal import AllocOp, JournalWriter
+from common.kv.pool import KVPool
 from common.messages.codec import Codec
 from common.messages.control import ControllerToWorker, WorkerHello, WorkerToController
 from common.messages.fields import PeerInfo, Role
@@ -27,6 +30,7 @@ from common.scheduler.local import LocalScheduler
 from common.scheduler.modes import Triggers
 from common.scheduler.steps import SchedulerLimits
 from common.scheduler.swap import SwapSpace
+from common.storage.interface import BlockStore
 from common.telemetry.exposition import metrics_served
 from common.telemetry.logging import configure_logging
 from common.traffic.shared_link import SharedLink
@@ -43,6 +47,9 @@ from common.worker.outbound import OutboundHandoffs
 from common.worker.own_role import OwnRole
 from common.worker.parts import Channels, WorkerParts
 from common.worker.setup import HandoffSetup
+from common.worker.store_access import StoreAccess
+from common.worker.store_setup import open_worker_store
+from common.worker.stored_blocks import StoredBlocks
 from common.worker.transports import Transports, open_transports
 from common.worker.worker import HybridWorker
 
@@ -60,7 +67,8 @@ MAX_SEGMENT_SHARE = 16
 def run(settings: Settings, role: Role, worker_id: str) -> int:
     """Serve as one worker until SIGTERM or SIGINT; return the exit code.
 
-    ConfigError when settings, model or memory do not allow it, or the controller refuses us.
+    It is 1 where the engine broke. ConfigError when settings, model or memory do not allow it, or
+    the controller refuses us.
     """
     file = configure_logging(
         worker_id, settings.log_dir, settings.log_level, to_stderr=settings.log_stderr
@@ -68,16 +76,23 @@ def run(settings: Settings, role: Role, worker_id: str) -> int:
     try:
         prepare_run_dir(settings.run_dir)
         check_network(settings)
-        machine = build_machine(settings, worker_id)
-        gc.freeze()
-        while True:
-            incarnation = _Incarnation(settings, role, WorkerId(worker_id), machine)
-            if not uvloop.run(incarnation.live()):
-                return 0
-            role = incarnation.role
+        with (
+            closing(build_machine(settings, worker_id)) as machine,
+            closing(open_worker_store(settings, machine)) as store,
+        ):
+            gc.freeze()
+            while True:
+                incarnation = _Incarnation(settings, role, WorkerId(worker_id), machine, store)
+                if not uvloop.run(incarnation.live()):
+                    return 0
+                role = incarnation.role
     except ConfigError as error:
         log.error("cannot_serve", reason=str(error))  # told, not traced
         raise
+    except EngineBroken as error:
+        # Whoever waits for this worker learns of its death, and goes on elsewhere.
+        log.critical("cannot_go_on", reason=str(error))
+        return 1
     finally:
         file.close()
 
@@ -90,6 +105,7 @@ class _Hands:
     copier: ThreadPoolExecutor
     transports: Transports
     fabric: SharedLink
+    store: StoreAccess | None
 
 
 class _Incarnation:
@@ -99,12 +115,18 @@ class _Incarnation:
     """
 
     def __init__(
-        self, settings: Settings, role: Role, worker_id: WorkerId, machine: Machine
+        self,
+        settings: Settings,
+        role: Role,
+        worker_id: WorkerId,
+        machine: Machine,
+        store: BlockStore,
     ) -> None:
         self._settings = settings
         self.role = role
         self._id = worker_id
         self._machine = machine
+        self._store = store
         self._identity = Identity(worker_id, new_epoch())
         self._stop = asyncio.Event()
         self._journal: JournalWriter | None = None
@@ -126,17 +148,18 @@ class _Incarnation:
             layout=self._machine.layout,
         )
         fabric = SharedLink(settings.emulated_fabric_bandwidth)
+        store = self._store_access()
         is_fenced = False
         try:
             async with asyncio.TaskGroup() as tasks:
-                hands = _Hands(engine_thread, copier, transports, fabric)
+                hands = _Hands(engine_thread, copier, transports, fabric, store)
                 await self._serve(tasks, context, hands)
         except* WasFenced as group:
             is_fenced = True
             log.warning("fenced", reason=str(group.exceptions[0]))
         except* _Stopped:
             log.info("stopped")
-        except* ConfigError as group:
+        except* (ConfigError, EngineBroken) as group:
             first: BaseException = group
             while isinstance(first, BaseExceptionGroup):
                 first = first.exceptions[0]
@@ -146,6 +169,8 @@ class _Incarnation:
             fabric.lift()
             engine_thread.shutdown(wait=True)
             copier.shutdown(wait=True)
+            if store is not None:
+                store.close()
             transports.close()
             context.destroy(linger=int(LAST_WORDS_SECONDS * 1000))
             if self._journal is not None:
@@ -183,10 +208,14 @@ class _Incarnation:
                 engine_thread=hands.engine_thread,
                 blocks=blocks,
                 scheduler=self._scheduler(blocks, limits),
+                stored=None
+                if hands.store is None
+                else StoredBlocks(hands.store, blocks, settings.block_size),
                 own_pool=LocalBackend(machine.pool).open_peer(machine.pool.handle()),
                 host_blocks=machine.host_blocks,
                 lease_seconds=settings.lease_seconds,
                 slow_down=settings.slow_down,
+                why_broken=machine.why_broken,
             )
         )
         setup = HandoffSetup(
@@ -233,6 +262,7 @@ class _Incarnation:
                 tasks.create_task(inbound.serve(), name="handoff")
                 tasks.create_task(worker.run_steps(), name="steps")
                 tasks.create_task(worker.tick(), name="tick")
+                tasks.create_task(worker.serve_store(), name="store")
                 await self._stop.wait()
                 await worker.drain(settings.drain_seconds)
                 worker.abandon(ErrorCode.SHUTTING_DOWN, f"{self._id} shut down")
@@ -268,7 +298,15 @@ class _Incarnation:
             block_bytes=machine.layout.block_bytes,
             max_num_batched_tokens=machine.max_num_batched_tokens,
             max_num_seqs=machine.max_num_seqs,
+            has_store=self._settings.has_store,
         )
+
+    def _store_access(self) -> StoreAccess | None:
+        if not self._settings.has_store:
+            return None
+        pool = self._machine.pool
+        assert isinstance(pool, KVPool), "a store is refused for other pools"
+        return StoreAccess(self._store, pool, SharedLink(self._settings.emulated_store_bandwidth))
 
     def _scheduler(self, blocks: BlockManager, limits: SchedulerLimits) -> LocalScheduler:
         settings = self._settings
@@ -277,7 +315,8 @@ class _Incarnation:
             decode_sla_seconds=settings.decode_sla / 1000,
         )
         swap = SwapSpace(self._machine.host_blocks.num_slots)
-        return LocalScheduler(blocks, limits, swap, triggers)
+        is_keeping = settings.has_store and settings.store_writes
+        return LocalScheduler(blocks, limits, swap, triggers, is_keeping=is_keeping)
 
     def _blocks(self, hello: WorkerHello) -> BlockManager:
         journal: Callable[[AllocOp], None] | None = None

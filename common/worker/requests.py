@@ -121,7 +121,7 @@ class WorkerRequests:
         now = monotonic()
         self._routes[request_id] = Route(order.decode, now)
         self._ledger.received(request_id, order.params.choices, order.queued_seconds, now)
-        awaits_prefix = self.prefixes.await_prefix(request_id, prompt, order.num_prefix_tokens, now)
+        awaits_prefix = self.prefixes.await_prefix(order, prompt, now)
         self._emitter.open(order.gateway_id, order.tokens_endpoint)
         log.info(
             "request_received",
@@ -129,6 +129,7 @@ class WorkerRequests:
             num_prompt_tokens=len(prompt),
             decode_worker=order.decode.worker_id if order.decode else self._id,
             num_prefix_tokens=order.num_prefix_tokens,
+            num_stored_tokens=order.num_stored_tokens,
         )
         new = NewRequest(request_id, order.gateway_id, order.tokens_endpoint, order.params, prompt)
         self.execute(self._scheduler.add(new, is_remote=is_remote, awaits_prefix=awaits_prefix))
@@ -172,6 +173,7 @@ class WorkerRequests:
             self.execute(effects)
         elif not self._inbound.cancel(order.request_id, order.choice) and order.choice is None:
             # Nothing of it is here (any more): the controller need not wait for us.
+            self.prefixes.forget(order.request_id)
             finished = RequestFinished(request_id=order.request_id, was_cancelled=True)
             self._control.send(finished, order.request_id)
 

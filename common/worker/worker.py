@@ -7,11 +7,13 @@ pool.
 
 import asyncio
 from contextlib import suppress
+from dataclasses import replace
 from time import monotonic
 from typing import assert_never
 
 import structlog
 
+from common.engine.failure import EngineBroken
 from common.errors import ErrorCode, InvariantViolationError
 from common.messages.control import (
     Cancel,
@@ -43,6 +45,7 @@ from common.worker.measures import StepClock, take_heartbeat, take_totals
 from common.worker.parts import Channels, WorkerParts
 from common.worker.requests import WorkerRequests
 from common.worker.stepping import StepPipeline
+from common.worker.stored_blocks import tell_found
 
 log = structlog.get_logger()
 
@@ -58,7 +61,9 @@ class HybridWorker:
         self._steps = StepPipeline(parts.engine, parts.engine_thread, parts.slow_down)
         self._blocks = parts.blocks
         self._scheduler = parts.scheduler
+        self._stored = parts.stored
         self._lease_seconds = parts.lease_seconds
+        self._why_broken = parts.why_broken
         self._index = IndexReports(parts.blocks)
         self._wake = asyncio.Event()
         self._peers = KnownPeers()
@@ -72,6 +77,8 @@ class HybridWorker:
         self._inbound = channels.inbound
         self._outbound = channels.outbound
         self._own = channels.own
+        if self._stored is not None:
+            self._stored.attach(channels.control)
         self.requests.attach(channels)
 
     # ---- orders of the controller ----------------------------------------------------------------
@@ -115,11 +122,19 @@ class HybridWorker:
             case KVIndexRequested():
                 self._index.request_snapshot()
                 self._control.beat_soon()
-            case LookUpPrefix() | PrefixUnavailable():
-                log.info("order_ignored", order=type(order).__name__)
+            case PrefixUnavailable():
+                self.requests.prefixes.unavailable(order)
+            case LookUpPrefix():
+                self._look_up(order, payload)
             case _:
                 assert_never(order)
         self._wake.set()
+
+    def _look_up(self, order: LookUpPrefix, payload: tuple[bytes, ...]) -> None:
+        if self._stored is None:
+            tell_found(self._control, order.request_id, 0)
+        else:
+            self._stored.look_up(order, payload)
 
     def _pair(self) -> None:
         """Pair with those that the roles call for; others are paired with when they are named."""
@@ -160,18 +175,30 @@ class HybridWorker:
                 plan, effects = self._scheduler.plan()
                 self.requests.execute(effects)
                 if plan is None and self._steps.is_idle:
-                    self._scheduler.publish()
+                    self._publish()
                     await self._rest()
                     clock.start()
                     continue
                 clock.hand_over(plan)
                 turn = self._steps.turn(plan)
-                self._scheduler.publish()
+                self._publish()
                 for timed in clock.take_over(await turn):
                     finished = timed.step
                     self._scheduler.note_step(timed.seconds, finished.plan)
                     effects = self._scheduler.finish_step(finished.plan, finished.results)
                     self.requests.execute(effects, timed.started_at)
+
+    def _publish(self) -> None:
+        """Make what was computed findable here, and keep it where there is a store."""
+        self._scheduler.publish()
+        if computed := self._scheduler.take_computed():
+            assert self._stored is not None, "only with a store computed blocks are held for it"
+            self._stored.keep(computed)
+
+    async def serve_store(self) -> None:
+        """Do what is asked of the store for ever; nothing where there is none."""
+        if self._stored is not None:
+            await self._stored.serve()
 
     async def _rest(self) -> None:
         """Wait for something to do; meanwhile check the books, once nothing has come for a while.
@@ -190,10 +217,12 @@ class HybridWorker:
         await self._wake.wait()
 
     async def tick(self) -> None:
-        """Notice and renew leases for ever."""
+        """Notice and renew leases for ever; EngineBroken when the engine has lost a rank."""
         renew_at = 0.0
         while True:
             now = monotonic()
+            if (reason := self._why_broken()) is not None:
+                raise EngineBroken(reason)
             self._outbound.tick(now)
             self._inbound.tick(now)
             self.requests.prefixes.tick(now)
@@ -213,6 +242,11 @@ class HybridWorker:
         load = self._scheduler.load(
             num_sending=self._outbound.num_open, num_receiving=self._inbound.num_open
         )
+        rates = self._scheduler.rates()
+        if self._stored is not None:
+            prefixes = self._stored.prefixes
+            load = replace(load, read_queue_tokens=prefixes.queue_tokens)
+            rates = replace(rates, read_tokens_per_second=prefixes.tokens_per_second)
         beat = Heartbeat(
             kv=self._blocks.counts(),
             load=load,
@@ -220,7 +254,7 @@ class HybridWorker:
             is_quarantined=self.availability.is_quarantined,
             pairs=self._outbound.pairs(),
             mode=self._scheduler.mode,
-            rates=self._scheduler.rates(),
+            rates=rates,
             index_sequence=self._index.sequence,
             totals=take_totals(self.metrics, monotonic()),
         )
@@ -233,7 +267,8 @@ class HybridWorker:
     def is_busy(self) -> bool:
         """Whether any request or handoff is left."""
         num_handoffs = self._outbound.num_open + self._inbound.num_open
-        return bool(self._scheduler.request_ids()) or num_handoffs > 0
+        is_storing = self._stored is not None and self._stored.is_busy
+        return bool(self._scheduler.request_ids()) or num_handoffs > 0 or is_storing
 
     async def drain(self, seconds: float) -> bool:
         """Take nothing new and wait for what runs; return whether all of it ended in time."""

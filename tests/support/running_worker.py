@@ -22,6 +22,8 @@ from common.messages.tokens import WorkerToGateway
 from common.scheduler.local import LocalScheduler
 from common.scheduler.steps import SchedulerLimits
 from common.scheduler.swap import SwapSpace
+from common.storage.interface import BlockStore, NoStore, StoreIdentity
+from common.traffic.shared_link import SharedLink
 from common.transfer.backend import LinkRate, PeerLink, TransferBackend, WriteReport
 from common.transfer.local import LocalBackend
 from common.transport.channels import CONTROL, HANDOFF, TOKENS
@@ -34,6 +36,8 @@ from common.worker.outbound import OutboundHandoffs
 from common.worker.own_role import OwnRole
 from common.worker.parts import Channels, WorkerParts
 from common.worker.setup import HandoffSetup
+from common.worker.store_access import StoreAccess
+from common.worker.stored_blocks import StoredBlocks
 from common.worker.transports import open_transports
 from common.worker.worker import HybridWorker
 from tests.support.board import Board, Gate
@@ -42,6 +46,8 @@ VOCAB_SIZE = 30_000
 MODEL = "0123456789abcdef"
 LAYOUT = KVLayout(num_layers=2, block_size=8, num_kv_heads=1, head_dim=4, dtype="float32")
 
+
+IDENTITY = StoreIdentity(MODEL, LAYOUT.fingerprint(), LAYOUT.dtype, LAYOUT.block_bytes)
 
 DEATH_SECONDS = 0.5
 
@@ -69,6 +75,9 @@ class WorkerOptions:
     num_host_blocks: int = 0
     slow_down: float = 1.0
     after_write: Callable[[Sequence[int]], None] | None = None
+    store: BlockStore | None = None
+    is_keeping: bool = True
+    """Whether what is computed is written to the store."""
 
 
 class RunningWorker:
@@ -87,6 +96,12 @@ class RunningWorker:
         )
         self.copier = ThreadPoolExecutor(1, f"{name} copy")
         self._engine_thread = ThreadPoolExecutor(1, f"{name} engine")
+        self.store = StoreAccess(options.store or NoStore(IDENTITY), self.pool, SharedLink(0))
+        self._stored = (
+            None
+            if options.store is None
+            else StoredBlocks(self.store, self.blocks, LAYOUT.block_size)
+        )
         self._transports = open_transports(self.pool, options.lease_seconds, options.transport, "")
         self._around = surroundings
         self._role = role
@@ -112,12 +127,16 @@ class RunningWorker:
                 engine_thread=self._engine_thread,
                 blocks=self.blocks,
                 scheduler=LocalScheduler(
-                    self.blocks, limits, SwapSpace(self._host_blocks.num_slots)
+                    self.blocks,
+                    limits,
+                    SwapSpace(self._host_blocks.num_slots),
+                    is_keeping=options.store is not None and options.is_keeping,
                 ),
                 own_pool=LocalBackend(self.pool).open_peer(self.pool.handle()),
                 host_blocks=self._host_blocks,
                 lease_seconds=options.lease_seconds,
                 slow_down=options.slow_down,
+                stored=self._stored,
             )
         )
 
@@ -140,6 +159,7 @@ class RunningWorker:
         finally:
             self._engine_thread.shutdown(wait=True)
             self.copier.shutdown(wait=True)
+            self.store.close()
             self._transports.close()
             self._host_blocks.close()
             self.pool.close()
@@ -166,6 +186,7 @@ class RunningWorker:
             block_bytes=LAYOUT.block_bytes,
             max_num_batched_tokens=512,
             max_num_seqs=64,
+            has_store=self._stored is not None,
         )
         own = OwnRole(identity, hello)
         link: DealerLink[WorkerToController, ControllerToWorker] = DealerLink(
@@ -221,6 +242,7 @@ class RunningWorker:
                     inbound.serve(),
                     worker.run_steps(),
                     worker.tick(),
+                    worker.serve_store(),
                 )
             ]
             await self._ended.wait()

@@ -160,6 +160,7 @@ class Harness:
         prefill: str = "prefill",
         decode: str | None = "decode",
         num_prefix_tokens: int = 0,
+        num_stored_tokens: int = 0,
     ) -> None:
         """Order a prefill; ``decode`` None lets the same worker decode."""
         self.streams[RequestId(request)] = Stream()
@@ -172,6 +173,7 @@ class Harness:
             decode=None if decode is None else self._peers[decode],
             queued_seconds=QUEUED_SECONDS,
             num_prefix_tokens=num_prefix_tokens,
+            num_stored_tokens=num_stored_tokens,
         )
         self.order(prefill, message, (pack_ids(prompt),))
 
@@ -191,10 +193,20 @@ class Harness:
         decode = self._peers[target]
         self.order(source, MigrateDecode(request_id=RequestId(request), decode=decode))
 
-    def copy_prefix(self, request: str, tokens: Sequence[int], source: str, target: str) -> None:
-        """Order a worker to copy a prefix to another one."""
+    def copy_prefix(
+        self,
+        request: str,
+        tokens: Sequence[int],
+        source: str,
+        target: str,
+        num_stored_tokens: int = 0,
+    ) -> None:
+        """Order a worker to copy a prefix to another one, and to load so much of it before."""
         message = CopyPrefix(
-            request_id=RequestId(request), target=self._peers[target], num_tokens=len(tokens)
+            request_id=RequestId(request),
+            target=self._peers[target],
+            num_tokens=len(tokens),
+            num_stored_tokens=num_stored_tokens,
         )
         self.order(source, message, (pack_ids(tokens),))
 

@@ -1,0 +1,161 @@
+"""Loads leading tokens of prompts from the store into the prefix cache.
+
+Theory of operation. Loads are done one after the other, in the order in which they were asked for.
+Only when its turn comes does a load take blocks, so that none are held by what waits, and what an
+earlier load has brought is not read again. Blocks are read a batch at a time, straight into the
+pool; as soon as one is missing or damaged the rest is left alone. What arrived in one piece from
+the front is published and let go: it is cached then, like anything computed here.
+
+The blocks are held for a transfer until the read of them has returned, whatever becomes of the
+request meanwhile: then no further batch is begun.
+"""
+
+import asyncio
+import itertools
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import structlog
+
+from common.ids import RequestId
+from common.kv.blocks import BlockManager, Hold
+from common.worker.phases import PrefixLoaded
+from common.worker.store_access import StoreAccess
+
+log = structlog.get_logger()
+
+BATCH_BYTES = 64 * 2**20
+"""About what is read before it is asked again whether the load is still wanted."""
+MAX_LOADS = 1024
+"""Loads that may wait; what is asked for beyond is computed."""
+EWMA_WEIGHT = 0.3
+
+OnLoaded = Callable[[PrefixLoaded], None]
+
+
+@dataclass(slots=True, eq=False)
+class _Load:
+    request_id: RequestId
+    tokens: Sequence[int]
+    then: OnLoaded
+    num_unread: int
+    """Tokens that are still to be read, as far as is known."""
+    is_wanted: bool = True
+
+
+class StoredPrefixes:
+    """The loads of one worker. Lives in the loop; ``serve`` does the work."""
+
+    def __init__(self, access: StoreAccess, blocks: BlockManager, block_size: int) -> None:
+        self._access = access
+        self._blocks = blocks
+        self._block_size = block_size
+        self._batch = max(1, BATCH_BYTES // access.block_bytes)
+        self._loads: deque[_Load] = deque()
+        self._has_loads = asyncio.Event()
+        self._numbers = itertools.count()
+        self._read_tokens = 0.0
+        self._read_seconds = 0.0
+
+    @property
+    def num_open(self) -> int:
+        """Loads that wait or are under way."""
+        return len(self._loads)
+
+    @property
+    def queue_tokens(self) -> int:
+        """Tokens that wait to be read or are being read."""
+        return sum(load.num_unread for load in self._loads if load.is_wanted)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """How fast reads were of late, by sums that fade read by read; 0 before the first."""
+        return self._read_tokens / self._read_seconds if self._read_seconds > 0 else 0.0
+
+    def try_load(self, request_id: RequestId, tokens: Sequence[int], then: OnLoaded) -> bool:
+        """Load what is not cached here of the whole blocks of ``tokens``, which begin a prompt.
+
+        ``then`` is told later what came, perhaps nothing, unless the load is forgotten before.
+        False: too many loads wait, and nothing will be done.
+        """
+        if len(self._loads) >= MAX_LOADS:
+            log.warning("load_refused", request_id=request_id, num_loads=len(self._loads))
+            return False
+        whole = tokens[: len(tokens) // self._block_size * self._block_size]
+        num_unread = len(whole) - self._blocks.match(whole, len(whole))
+        self._loads.append(_Load(request_id, whole, then, num_unread))
+        self._has_loads.set()
+        return True
+
+    def forget(self, request_id: RequestId) -> None:
+        """Nobody waits for this request's prefix any more."""
+        for load in self._loads:
+            if load.request_id == request_id:
+                load.is_wanted = False
+
+    async def serve(self) -> None:
+        """Do loads for ever."""
+        while True:
+            await self._has_loads.wait()
+            load = self._loads[0]
+            loaded = await self._load(load) if load.is_wanted else PrefixLoaded()
+            self._loads.popleft()
+            if not self._loads:
+                self._has_loads.clear()
+            if load.is_wanted:
+                load.then(loaded)
+
+    async def _load(self, load: _Load) -> PrefixLoaded:
+        owner = f"load-{next(self._numbers)}-{load.request_id}"
+        num_tokens = len(load.tokens)
+        if num_tokens <= self._blocks.match(load.tokens, num_tokens):
+            return PrefixLoaded()
+        acquired = self._blocks.acquire(
+            owner, load.tokens, hold=Hold.TRANSFER, max_cached_tokens=num_tokens
+        )
+        if acquired is None:
+            log.info("load_without_room", request_id=load.request_id, num_tokens=num_tokens)
+            return PrefixLoaded()
+        first = acquired.num_cached_tokens // self._block_size
+        num_read, seconds = await self._read(load, acquired.block_ids, first)
+        self._blocks.publish(owner, load.tokens[: (first + num_read) * self._block_size])
+        self._blocks.release(owner)
+        loaded = PrefixLoaded(
+            num_read * self._block_size, num_read * self._access.block_bytes, num_read, seconds
+        )
+        log.info(
+            "prefix_loaded",
+            request_id=load.request_id,
+            num_tokens=loaded.num_tokens,
+            num_bytes=loaded.num_bytes,
+            num_asked_tokens=num_tokens,
+            num_cached_tokens=acquired.num_cached_tokens,
+            read_seconds=round(seconds, 6),
+            was_wanted=load.is_wanted,
+        )
+        return loaded
+
+    async def _read(self, load: _Load, block_ids: Sequence[int], first: int) -> tuple[int, float]:
+        """Return how many blocks arrived from number ``first`` on, and the seconds in reads."""
+        hashes = self._blocks.prefix_hashes(load.tokens)
+        start, total = first, 0.0
+        while load.is_wanted and start < len(hashes):
+            end = min(start + self._batch, len(hashes))
+            load.num_unread = (len(hashes) - start) * self._block_size
+            read = await self._access.read(
+                hashes[start:end], block_ids[start:end], hashes[start - 1] if start else None
+            )
+            total += read.seconds
+            self._learn(read.num_blocks * self._block_size, read.seconds)
+            start += read.num_blocks
+            if start < end:
+                break
+        return start - first, total
+
+    def _learn(self, num_tokens: int, seconds: float) -> None:
+        """Misses cost time and bring nothing: they say nothing of how fast blocks are read."""
+        if num_tokens and seconds > 0:
+            keep = 1 - EWMA_WEIGHT
+            self._read_tokens = keep * self._read_tokens + EWMA_WEIGHT * num_tokens
+            self._read_seconds = keep * self._read_seconds + EWMA_WEIGHT * seconds
