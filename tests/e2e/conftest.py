@@ -1,4 +1,4 @@
-"""What the end-to-end tests share: the real model, two clusters, and notes for the summary."""
+"""What the end-to-end tests share: the real model and two clusters."""
 
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -14,21 +14,6 @@ from tests.support.cluster import Cluster, ClusterOptions, running_cluster
 MAX_BODY_BYTES = 2**20
 SETTINGS = {"max_num_batched_tokens": 256, "max_body_bytes": MAX_BODY_BYTES}
 """A step holds 4 blocks, so that prompts of more tokens are computed in chunks."""
-
-_notes: list[str] = []
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    if _notes:
-        terminalreporter.section("end-to-end notes")
-        for note in _notes:
-            terminalreporter.write_line(note)
-
-
-@pytest.fixture(scope="session")
-def note() -> Callable[[str], None]:
-    """Take a line for the summary, which is printed however the tests end."""
-    return _notes.append
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,59 @@
+"""How the suite is spread over processes, and notes for its summary.
+
+What starts whole clusters stays in one process, one test after the other: two of them at a time
+would only measure each other. Everything else goes to the process that is free.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+import pytest
+
+CLUSTERS = ("tests/e2e/", "tests/chaos/")
+NOTES = "notes"
+
+_notes: list[str] = []
+
+
+class _Node(Protocol):
+    """A process of tests that has ended, as pytest-xdist tells of it."""
+
+    workeroutput: dict[str, list[str]]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.nodeid.startswith(CLUSTERS):
+            item.add_marker(pytest.mark.xdist_group("clusters"))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    output = getattr(session.config, "workeroutput", None)
+    if output is not None:
+        output[NOTES] = _notes
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: _Node) -> None:
+    _notes.extend(node.workeroutput.get(NOTES, []) if hasattr(node, "workeroutput") else [])
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if _notes:
+        terminalreporter.section("notes")
+        for note in _notes:
+            terminalreporter.write_line(note)
+
+
+@pytest.fixture(scope="session")
+def note() -> Callable[[str], None]:
+    """Take a line for the summary, which is printed however the tests end."""
+    return _notes.append
+
+
+@pytest.fixture
+def tmp_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of the test's own, with a path short enough for the sockets in it."""
+    return tmp_path_factory.mktemp("t")
