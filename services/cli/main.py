@@ -179,6 +179,31 @@ def _tell(line: str) -> None:
 
 @app.command()
 @ends_by_name
+def monitor(  # noqa: PLR0917 - typer gives them by name
+    metric: Annotated[str, typer.Option("--metric", help="Its name; an unknown one lists all.")],
+    interval: Annotated[
+        str, typer.Option("--interval", help="500ms, 1s, 2m: time between lines.")
+    ] = "1s",
+    count: Annotated[
+        int | None, typer.Option("--count", min=1, help="Intervals; for ever by default.")
+    ] = None,
+    by_layer: Annotated[
+        bool, typer.Option("--by-layer", help="Tell it of each layer, where it has layers.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")] = False,
+    port: Port = None,
+    run_dir: RunDir = None,
+    config: Config = None,
+) -> None:
+    """Stream one metric of every worker until Ctrl-C."""
+    from services.cli.monitor import MonitorOptions, show_monitor  # noqa: PLC0415
+
+    settings = load_settings({"port": port, "run_dir": run_dir}, config).settings
+    show_monitor(settings, MonitorOptions(metric, interval, count, by_layer, as_json))
+
+
+@app.command()
+@ends_by_name
 def logs(
     request: Annotated[
         str | None, typer.Option("--request", help="Only the story of this request id.")
@@ -296,3 +321,10 @@ def measure_transfers(  # noqa: PLR0917 - typer gives them by name
 def main() -> None:
     """Run the command line."""
     app()
+
+
+def monitor_main() -> None:
+    """Run ``flowpath monitor`` by its other name, ``dualpath-monitor``."""
+    alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    alone.command()(monitor)
+    alone()
