@@ -19,6 +19,7 @@ _COLOURS = {
     "place": "magenta",
     "queue": "yellow",
     "prefix": "blue",
+    "load": "blue",
     "prefill": "cyan",
     "transfer": "blue",
     "decode_wait": "yellow",

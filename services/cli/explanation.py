@@ -16,6 +16,7 @@ DECISIONS = {
     **dict.fromkeys(("cancelling", "cancel_received", "client_disconnected"), "end"),
     **dict.fromkeys(("migration_started", "migration_failed"), "move"),
     **dict.fromkeys(("prefix_not_cached", "prefix_late", "preempted"), "work"),
+    **dict.fromkeys(("store_looked_up", "prefix_not_copied"), "load"),
     "reserve_refused": "work",
     "request_resumed": "resume",
 }

@@ -188,3 +188,54 @@ def test_without_log_files_the_folder_is_named(tmp_path: Path) -> None:
 )
 def test_a_bar_lies_where_its_span_does(start: float, end: float | None, drawn: str) -> None:
     assert bar(Span("x", "w", start, end), 1.0) == drawn.ljust(BAR_CELLS)
+
+
+def test_the_path_of_a_stored_prefix_is_told_with_what_was_found_and_why_it_was_taken() -> None:
+    load = {**TRANSFER, "name": "load", "worker": "d0", "num_tokens": 512}
+    found = explained(
+        PLACED[0],
+        line(1.5, "controller", "request_queued", request_id="r", reason="the store is asked"),
+        line(
+            2,
+            "controller",
+            "store_looked_up",
+            request_id="r",
+            worker="p0",
+            num_stored_blocks=8,
+            reason="it has answered",
+        ),
+        line(
+            3,
+            "controller",
+            "request_placed",
+            request_id="r",
+            prefill="p0",
+            decode="d0",
+            reason="it is idle",
+            path="decode_read",
+            path_reason="d0 reads: its read queue is shorter",
+            prefill_read_queue=640,
+            decode_read_queue=64,
+        ),
+        line(4, "controller", "prefix_not_copied", request_id="r", worker="d0", reason="damaged"),
+        line(
+            9,
+            "gateway-0",
+            "request_finished",
+            request_id="r",
+            finish_reasons=["stop"],
+            phases=[load],
+        ),
+    )
+    told = [(decision.kind, decision.event, decision.reason) for decision in found.decisions]
+    assert told == [
+        ("place", "request_queued", "the store is asked"),
+        ("load", "store_looked_up", "it has answered"),
+        ("place", "request_placed", "it is idle"),
+        ("load", "prefix_not_copied", "damaged"),
+    ]
+    assert ("num_stored_blocks", 8) in found.decisions[1].inputs
+    inputs = dict(found.decisions[2].inputs)
+    assert inputs["path_reason"] == "d0 reads: its read queue is shorter"
+    assert (inputs["prefill_read_queue"], inputs["decode_read_queue"]) == (640, 64)
+    assert [(row.name, row.worker, row.num_tokens) for row in found.phases] == [("load", "d0", 512)]
