@@ -35,6 +35,8 @@ STEP = st.one_of(
         ),
     ),
     st.tuples(st.just("beat"), WORKER, USED),
+    st.tuples(st.just("found"), WORKER, st.tuples(REQUESTS, st.sampled_from([0, 40, 200]))),
+    st.tuples(st.just("not_copied"), WORKER, REQUESTS),
     st.tuples(st.just("drain"), WORKER, st.booleans()),
     st.tuples(st.just("join"), WORKER, EPOCH),
     st.tuples(st.just("gateway"), EPOCH, st.none()),
@@ -66,6 +68,10 @@ def take(cluster: Cluster, step: tuple[str, object, object]) -> list[Effect]:  #
             return cluster.failed(worker, request, code)
         case ("refused", str(worker), (str(decode), str(request), ErrorCode() as code)):
             return cluster.refused(worker, decode, request, code)
+        case ("found", str(worker), (str(request), int(blocks))):
+            return cluster.found(worker, request, blocks, epoch_of(cluster, worker))
+        case ("not_copied", str(worker), str(request)):
+            return cluster.not_copied(worker, request, epoch_of(cluster, worker))
         case ("beat", str(worker), int(used)):
             return cluster.beat(worker, heartbeat(kv(referenced=used)), epoch_of(cluster, worker))
         case ("drain", str(worker), bool(draining)):
@@ -73,7 +79,14 @@ def take(cluster: Cluster, step: tuple[str, object, object]) -> list[Effect]:  #
             return cluster.beat(worker, beat, epoch_of(cluster, worker))
         case ("join", str(worker), int(epoch)):
             role = Role.PREFILL if worker.startswith("p") else Role.DECODE
-            return cluster.join(worker, role, epoch, pid=PIDS[worker], max_num_batched_tokens=1024)
+            return cluster.join(
+                worker,
+                role,
+                epoch,
+                pid=PIDS[worker],
+                max_num_batched_tokens=1024,
+                has_store=worker.endswith("0"),
+            )
         case ("gateway", int(epoch), _):
             return cluster.join_gateway("g", epoch)
         case ("kill", int(pid), _):
@@ -90,11 +103,11 @@ def take(cluster: Cluster, step: tuple[str, object, object]) -> list[Effect]:  #
 
 
 @settings(max_examples=400, deadline=None, derandomize=True)
-@given(steps=st.lists(STEP, min_size=1, max_size=40))
+@given(steps=st.lists(STEP, min_size=1, max_size=40), has_store=st.booleans())
 def test_every_order_of_events_keeps_the_sums_and_ends_each_request_once(
-    steps: list[tuple[str, object, object]],
+    steps: list[tuple[str, object, object]], has_store: bool
 ) -> None:
-    cluster = pair_cluster(2, 2, max_num_batched_tokens=1024)
+    cluster = pair_cluster(2, 2, max_num_batched_tokens=1024, has_store=has_store)
     open_ids: set[str] = set()
     for step in steps:
         before = set(cluster.core.book.requests)

@@ -211,13 +211,13 @@ class HonestCluster(RuleBasedStateMachine):
         self.ended[name] = 0
         self.take(self.cluster.submit(name, tokens))
 
-    @rule(tokens=st.sampled_from([64, 600]), count=st.integers(1, 3))
-    def serve(self, tokens: int, count: int) -> None:
+    @rule(tokens=st.sampled_from([64, 600]), count=st.integers(1, 3), is_there=st.booleans())
+    def serve(self, tokens: int, count: int, is_there: bool) -> None:
         """Submit requests and let them decode."""
         for _ in range(count):
             self.submit(tokens)
         for _ in range(2):
-            self.run(3, has_room=True)
+            self.run(3, has_room=True, is_there=is_there)
 
     @precondition(lambda self: self.num_submitted)
     @rule(data=st.data())
@@ -323,13 +323,13 @@ class HonestCluster(RuleBasedStateMachine):
         target.decoding.add(request_id)
         target.outbox.append(DecodeStarted(request_id=request_id))
 
-    @rule(num_prefilled=st.integers(0, 3), has_room=st.booleans())
-    def run(self, num_prefilled: int, has_room: bool) -> None:
+    @rule(num_prefilled=st.integers(0, 3), has_room=st.booleans(), is_there=st.booleans())
+    def run(self, num_prefilled: int, has_room: bool, is_there: bool) -> None:
         """Let all links deliver and every worker prefill a little."""
         for name in NAMES:
             self.deliver(name, 100)
             self.look_up(name, 8, is_answered=True)
-            self.copy(name, is_there=has_room)
+            self.copy(name, is_there=is_there)
             for _ in range(num_prefilled):
                 self.prefill(name, has_room)
             self.report(name, 100)
