@@ -13,6 +13,8 @@ What comes beside it:
 * A worker without a long prefix may get it copied from one that has it, where the copy would take
   at most half of the time that computing it takes (Mooncake's and MemServe's trade). The estimate
   of each prefill side is then that of the cheaper way.
+* What the store has of the prompt needs no computing, either, where loading it is the cheaper way:
+  by the prefill side or, if that is sooner, by some decode side (``loading`` decides which).
 * P = D needs no transfer. A worker with both abilities competes with it; and a decode worker that
   lacks at most two blocks of the prompt does so without being asked to help.
 
@@ -26,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from services.controller.policy.cluster_view import INFINITE, Array, ClusterView
+from services.controller.policy.loading import MAX_LOAD_SHARE
 from services.controller.policy.views import Placement, RequestView
 
 MAX_LOCAL_BLOCKS = 2
@@ -38,8 +41,8 @@ MAX_COPY_SHARE = 0.5
 class _Costs(NamedTuple):
     """What a choice is made of; arrays by slot.
 
-    ``compute_seconds`` are until the prompt is computed without a copy, ``prefill_seconds`` with
-    ``num_copied`` blocks copied from slot ``holder`` where that is cheaper.
+    ``compute_seconds`` are until the prompt is computed without help, ``prefill_seconds`` with
+    ``num_copied`` blocks copied from slot ``holder``, or others loaded, where that is cheaper.
     """
 
     hits: Array
@@ -94,6 +97,8 @@ def _costs(cluster: ClusterView, request: RequestView) -> _Costs:
         is_copied &= cluster.pair_tier[holder] < INFINITE
         prefill = compute - is_copied * (saved - copy)
         num_copied = is_copied * hits[holder]
+    if request.num_stored_blocks:
+        prefill = np.minimum(prefill, _seconds_with_loads(cluster, request, hits, compute))
     return _Costs(
         hits,
         compute,
@@ -104,6 +109,23 @@ def _costs(cluster: ClusterView, request: RequestView) -> _Costs:
         cluster.prefill_tier(request, by_score=True),
         cluster.decode_tier(request, by_score=True),
     )
+
+
+def _seconds_with_loads(
+    cluster: ClusterView, request: RequestView, hits: Array, compute: Array
+) -> Array:
+    """Return when each side would have computed the prompt with what is stored of it loaded."""
+    gain = request.block_size * np.maximum(0.0, request.num_stored_blocks - hits)
+    load = np.full(len(gain), INFINITE)
+    by_decode = INFINITE
+    for slot, view in cluster.slots():
+        if view.has_store:
+            token_seconds = 1.0 / view.read_rate if view.read_rate else 0.0
+            load[slot] = (view.read_queue_tokens + gain[slot]) * token_seconds
+            by_decode = min(by_decode, float(load[slot])) if view.can_decode else by_decode
+    load = np.minimum(load, by_decode)
+    saved = gain * cluster.token_seconds
+    return np.where(load < MAX_LOAD_SHARE * saved, compute - saved + load, compute)
 
 
 def _cheapest_pair(cluster: ClusterView, costs: _Costs) -> _Sides:
@@ -154,8 +176,6 @@ def _placement(cluster: ClusterView, costs: _Costs, sides: _Sides) -> Placement:
     prefill, decode = cluster.at(sides.prefill), cluster.at(sides.decode)
     num_copied = int(costs.num_copied[sides.prefill]) if costs.holder >= 0 else 0
     seconds = float(costs.prefill_seconds[sides.prefill])
-    if sides.prefill == sides.decode and num_copied == 0:
-        seconds = float(costs.compute_seconds[sides.prefill])
     missing = float(costs.missing_bytes[sides.decode])
     transfer = missing * float(cluster.link_seconds[sides.prefill, sides.decode])
     return Placement(

@@ -151,6 +151,20 @@ def test_nothing_is_copied_over_a_broken_pair_nor_for_one_block() -> None:
     assert choose(workers, request(1024, p0=1)).copy_from is None
 
 
+def test_a_prompt_that_is_stored_goes_to_the_idle_worker_not_to_where_it_is_cached() -> None:
+    workers = [
+        replace(worker("p0", P, 400), has_store=True, read_rate=100_000.0),
+        replace(worker("p1", P), has_store=True, read_rate=100_000.0),
+        worker("d", D),
+    ]
+    slow = [replace(view, link_rates={key("p1"): 1e3}) for view in workers]
+    assert sides(slow, request(1024, p0=10)) == ("p0", "d")
+    placement = choose(slow, replace(request(1024, p0=10), num_stored_blocks=10))
+    assert (placement.prefill.worker_id, placement.copy_from) == ("p1", None)
+    # 384 tokens are computed at 1 000 a second, 640 read at 100 000; 16 blocks go over the link.
+    assert placement.estimate_seconds == pytest.approx(0.384 + 0.0064 + 0.016)
+
+
 # An L20 computes about as fast as an H20 is slow, and the H20 has five times its memory bandwidth
 # (FlowKV's heterogeneous case); rates of an 8B model, per worker.
 L20 = {"prefill_rate": 12_000.0, "step": 0.030, "decode_rate": 900.0}
@@ -194,6 +208,23 @@ def ttft_seconds(p: WorkerView, d: WorkerView, asked: RequestView, rate: float) 
     return (p.uncomputed_tokens + uncached) / rate + transfer_seconds(p, d, missing)
 
 
+def load_seconds(view: WorkerView, asked: RequestView) -> float:
+    missing = max(0, asked.num_stored_blocks - asked.hits.get(view.key, 0)) * asked.block_size
+    if not view.has_store:
+        return inf
+    return (view.read_queue_tokens + missing) / view.read_rate if view.read_rate else 0.0
+
+
+def gained_by_loading(
+    workers: list[WorkerView], p: WorkerView, asked: RequestView, fastest: float
+) -> float:
+    stored = max(0, asked.num_stored_blocks - asked.hits.get(p.key, 0)) * asked.block_size
+    saved = stored / (p.prefill_rate or fastest)
+    readers = [p, *(w for w in workers if w.can_decode)]
+    load = min(load_seconds(view, asked) for view in readers)
+    return saved - load if load < 0.9 * saved else 0.0
+
+
 def brute_force(workers: list[WorkerView], asked: RequestView, *, is_fixed: bool) -> float:
     """The cost of the best choice, from the formulas and every pair."""
     objectives = Objectives()
@@ -225,6 +256,8 @@ def brute_force(workers: list[WorkerView], asked: RequestView, *, is_fixed: bool
             may_copy = C not in (p.role, holder.role) and holder.pairing_with(p) is not BROKEN
             if gain >= 2 and copied <= saved / 2 and may_copy:
                 seconds += copied - saved
+            without = ttft_seconds(p, d, asked, p.prefill_rate or fastest)
+            seconds = min(seconds, without - gained_by_loading(workers, p, asked, fastest))
             tier += 1e6 if prefill_score(p, 0, objectives) >= 1 else 0
             tier += 8e6 if p.key != d.key and p.pairing_with(d) is Pairing.UNKNOWN else 0
             best = min(best, seconds * weight + tier)
@@ -242,23 +275,27 @@ def clusters(draw: st.DrawFn) -> list[WorkerView]:
         role = draw(st.sampled_from([P, P, D, D, C]))
         others = st.sampled_from(names)
         pairings = draw(st.dictionaries(others, st.sampled_from(list(Pairing))))
+        view = worker(
+            name,
+            role,
+            draw(st.integers(0, 5000)),
+            draw(st.integers(0, 40)),
+            draw(st.sampled_from([10, 40])),
+            pairings=pairings,
+            links=draw(st.dictionaries(others, st.sampled_from([1e6, 1e8, 1e10]))),
+            prefill_rate=draw(st.sampled_from([0.0, 500.0, 1000.0, 4000.0])),
+            step=draw(st.sampled_from([0.0, 0.02, 0.1])),
+            decode_rate=draw(st.sampled_from([0.0, 50.0, 500.0])),
+            decoding=draw(st.integers(0, 64)),
+            may_prefill=role is not C and draw(st.booleans()),
+            may_decode=role is not C and draw(st.booleans()),
+            can_take_prompt=draw(st.booleans()),
+        )
+        has_store = draw(st.booleans())
+        read_rate = draw(st.sampled_from([0.0, 500.0, 10_000.0]))
+        queue = draw(st.sampled_from([0, 100, 5000]))
         views.append(
-            worker(
-                name,
-                role,
-                draw(st.integers(0, 5000)),
-                draw(st.integers(0, 40)),
-                draw(st.sampled_from([10, 40])),
-                pairings=pairings,
-                links=draw(st.dictionaries(others, st.sampled_from([1e6, 1e8, 1e10]))),
-                prefill_rate=draw(st.sampled_from([0.0, 500.0, 1000.0, 4000.0])),
-                step=draw(st.sampled_from([0.0, 0.02, 0.1])),
-                decode_rate=draw(st.sampled_from([0.0, 50.0, 500.0])),
-                decoding=draw(st.integers(0, 64)),
-                may_prefill=role is not C and draw(st.booleans()),
-                may_decode=role is not C and draw(st.booleans()),
-                can_take_prompt=draw(st.booleans()),
-            )
+            replace(view, has_store=has_store, read_rate=read_rate, read_queue_tokens=queue)
         )
     return views
 
@@ -268,13 +305,15 @@ def clusters(draw: st.DrawFn) -> list[WorkerView]:
     st.sampled_from([10, 64, 300, 1000]),
     st.dictionaries(st.sampled_from(NAMES), st.integers(0, 15)),
     st.booleans(),
+    st.sampled_from([0, 4, 12]),
 )
 def test_the_choice_costs_what_the_best_of_all_pairs_costs(
-    workers: list[WorkerView], tokens: int, hits: dict[str, int], is_fixed: bool
+    workers: list[WorkerView], tokens: int, hits: dict[str, int], is_fixed: bool, num_stored: int
 ) -> None:
     names = {view.worker_id for view in workers}
     hits = {name: min(hit, tokens // 64) for name, hit in hits.items() if name in names}
-    asked = request(tokens, **hits)
+    num_stored = min(num_stored, (tokens - 1) // 64)
+    asked = replace(request(tokens, **hits), num_stored_blocks=num_stored)
     expected = brute_force(workers, asked, is_fixed=is_fixed)
     placement = POLICY.choose(ClusterView(workers, has_fixed_roles=is_fixed), asked)
     if placement is None:
