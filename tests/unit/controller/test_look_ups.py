@@ -36,7 +36,7 @@ def placed(effects: list[Effect]) -> list[str]:
     return [str(getattr(message, "request_id", "")) for _, message in only(effects, PlaceRequest)]
 
 
-@pytest.mark.parametrize("policy", ["flowkv", "least_loaded"])
+@pytest.mark.parametrize("policy", ["flowkv", "least_loaded", "dualpath"])
 def test_a_worker_with_a_store_is_asked_first_and_the_gateway_knows_that_it_waits(
     policy: str,
 ) -> None:
