@@ -92,6 +92,11 @@ class SharedLink:
             self._arbiter = None
             self._changed.notify_all()
 
+    def wait_idle(self, timeout_seconds: float) -> bool:
+        """Wait until no transfer is under way; return whether that came in time."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._num_open == 0, timeout_seconds)
+
     def _offer(self, num_bytes: int, traffic_class: TrafficClass) -> Ticket | None:
         with self._changed:
             now = self._clock()
@@ -108,6 +113,7 @@ class SharedLink:
             self._num_open -= 1
             if self._num_open == 0:
                 self._busy_seconds += self._clock() - self._busy_since
+                self._changed.notify_all()
 
     def _wait(self, ticket: Ticket) -> float:
         """Wait until a ticket has passed; return the seconds waited."""

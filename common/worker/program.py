@@ -167,6 +167,7 @@ class _Incarnation:
         finally:
             # Steps and writes end before the pool can be used by another incarnation.
             fabric.lift()
+            fabric.wait_idle(settings.lease_seconds)
             engine_thread.shutdown(wait=True)
             copier.shutdown(wait=True)
             if store is not None:

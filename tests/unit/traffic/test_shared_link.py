@@ -34,8 +34,8 @@ def test_model_traffic_overtakes_kv_traffic_that_has_begun() -> None:
     under_way = Event()
 
     def move_kv() -> None:
-        under_way.set()
-        link.transfer(RATE * 3600, KV)
+        with link.passing(RATE * 3600, KV):
+            under_way.set()
         ended.append(KV)
 
     kv = Thread(target=move_kv)
@@ -66,13 +66,15 @@ def test_a_lifted_limit_lets_pass_what_waits() -> None:
     under_way = Event()
 
     def move() -> None:
-        under_way.set()
-        link.transfer(10**9, KV)
+        with link.passing(10**9, KV):
+            under_way.set()
 
     thread = Thread(target=move)
     thread.start()
     assert under_way.wait(10)
+    assert not link.wait_idle(0)
     link.lift()
+    assert link.wait_idle(10)
     thread.join(10)
     assert not thread.is_alive()
     held_up = link.stats().kv_wait_seconds
