@@ -19,7 +19,7 @@ it pays (``Placement.copy_from``). Then the way by which the prompt is computed 
 never both; with an unknown rate of reads the one that leaves less to compute, the copy if equal.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Literal, NamedTuple
 
@@ -78,27 +78,27 @@ def choose_path(
 
     ``holder`` is the worker that ``placement.copy_from`` names, if it is still there.
     """
-    prefill = placement.prefill
-    num_copied = placement.num_copy_blocks
-    if holder is None or holder.key == prefill.key:
-        num_copied = 0
-    without = Path.COPY if num_copied else Path.COMPUTE
+    prefill, num_copied = placement.prefill, placement.num_copy_blocks
+    is_copied = holder is not None and holder.key != prefill.key and num_copied > 0
+    copier = holder if is_copied else None
+    without = Loading(Path.COMPUTE, 0, 0, "")
+    if copier is not None:
+        without = Loading(Path.COPY, num_copied, 0, "")
     if not request.num_stored_blocks:
-        return Loading(without, num_copied, 0, "")
-    cached = request.hits.get(prefill.key, 0)
-    num_gained = request.num_stored_blocks - cached
+        return without
     queues = (
         ("num_stored_blocks", request.num_stored_blocks),
         ("prefill_read_queue", prefill.read_queue_tokens),
         ("decode_read_queue", placement.decode.read_queue_tokens),
     )
+    num_gained = request.num_stored_blocks - request.hits.get(prefill.key, 0)
     if num_gained <= 0:
         reason = "the prefill side has cached what is stored"
-        return Loading(without, num_copied, 0, reason, queues)
+        return replace(without, reason=reason, inputs=queues)
     reader = _choose_reader(placement, request, store_read, num_gained)
     if reader is None:
         reason = "neither side may read from the store"
-        return Loading(without, num_copied, 0, reason, queues)
+        return replace(without, reason=reason, inputs=queues)
     saved = num_gained * request.block_size * _token_seconds(prefill)
     inputs = (
         *queues,
@@ -107,12 +107,10 @@ def choose_path(
     )
     if prefill.prefill_rate and reader.seconds >= MAX_LOAD_SHARE * saved:
         reason = "computing takes no longer than loading"
-        return Loading(without, num_copied, 0, reason, inputs)
-    if num_copied and holder is not None:
-        copied_by = _seconds_with_copy(holder, prefill, request, num_copied)
-        if not _is_sooner(reader, prefill, request, num_copied, copied_by):
-            reason = f"the copy from {holder.worker_id} takes no longer than loading"
-            return Loading(Path.COPY, num_copied, 0, reason, inputs)
+        return replace(without, reason=reason, inputs=inputs)
+    if copier is not None and not _is_sooner(reader, copier, prefill, request, num_copied):
+        reason = f"the copy from {copier.worker_id} takes no longer than loading"
+        return replace(without, reason=reason, inputs=inputs)
     return Loading(reader.path, request.num_stored_blocks, reader.num_tokens, reader.reason, inputs)
 
 
@@ -163,13 +161,11 @@ def _token_seconds(prefill: WorkerView) -> float:
     return 1.0 / (prefill.prefill_rate or DEFAULT_PREFILL_RATE)
 
 
-def _seconds_with_copy(
-    holder: WorkerView, prefill: WorkerView, request: RequestView, num_copied: int
+def _copy_seconds(
+    holder: WorkerView, prefill: WorkerView, request: RequestView, num_blocks: int
 ) -> float:
-    """Return when the prompt would be computed after the copy."""
-    num_moved = max(0, num_copied - request.hits.get(prefill.key, 0))
-    copy = num_moved * prefill.block_bytes / link_rate(holder, prefill)
-    return copy + _compute_seconds(prefill, request, num_copied)
+    num_moved = max(0, num_blocks - request.hits.get(prefill.key, 0))
+    return num_moved * prefill.block_bytes / link_rate(holder, prefill)
 
 
 def _compute_seconds(prefill: WorkerView, request: RequestView, num_blocks: int) -> float:
@@ -178,10 +174,15 @@ def _compute_seconds(prefill: WorkerView, request: RequestView, num_blocks: int)
 
 
 def _is_sooner(
-    reader: _Reader, prefill: WorkerView, request: RequestView, num_copied: int, copied_by: float
+    reader: _Reader,
+    copier: WorkerView,
+    prefill: WorkerView,
+    request: RequestView,
+    num_copied: int,
 ) -> bool:
     """Whether the prompt is computed sooner after loading than after the copy."""
     if not reader.view.read_rate:
         return request.num_stored_blocks > num_copied
-    computed = _compute_seconds(prefill, request, request.num_stored_blocks)
-    return reader.seconds + computed < copied_by
+    loaded = reader.seconds + _compute_seconds(prefill, request, request.num_stored_blocks)
+    copied = _copy_seconds(copier, prefill, request, num_copied)
+    return loaded < copied + _compute_seconds(prefill, request, num_copied)
