@@ -11,16 +11,19 @@ basic   1     2     1
 dual    2     3     3
 ======  ====  ====  ====
 
-``oracle`` is dual 1P1D without a limit, ``wide`` the same with links so fast that computing is what
-takes the time, ``round_robin`` dual 2P1D whose workers are chosen in turn. Each run starts its own
-cluster over the same store, so that pools are empty, and pools hold a few requests, so that hits of
-later rounds come from the store too. The first pass, without limits, fills the store; all runs must
-draw its tokens. The job completion time (JCT) is that of all agents, started together. Medians of
-the repeats are compared, within this one run.
+``oracle`` is dual 1P1D without a limit, ``round_robin`` dual 2P1D whose workers are chosen in turn.
+``slow dual`` and ``slow oracle`` have workers that take their steps slowly, and faster links: there
+computing takes the time.
 
-The model is small, with random weights in float32, and takes its steps slowly (``slow_down``)
-instead of computing much: the cores are left to the processes. A round appends little to a long
-context, as late rounds of the paper's agents do, and generates a few tokens.
+Each run starts its own cluster over the same store, so that pools are empty, and replays one round
+of each agent: all hits come from the store. The first pass, without limits, fills the store, and
+all runs must draw its tokens. The job completion time (JCT) is that of all agents, started
+together. Medians of the repeats are compared, within this one run.
+
+The model is tiny, with random weights in float32, and rounds are as late ones of the paper's
+agents: short behind a long context. Every prompt leaves less than a block to compute, which is too
+little to measure how fast a worker computes, and while that is not known it loads whatever is
+stored.
 """
 
 import argparse
@@ -34,31 +37,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from benchmarks.dummy_model import SHAPES, write_dummy_model
+from benchmarks.dummy_model import write_dummy_model
 from benchmarks.report import Cell, print_table, write_results
 from benchmarks.served_cluster import ROOT, ServedCluster, served
 
-MODEL_SHAPE = "storage-paths"
-SHAPES[MODEL_SHAPE] = {
-    "vocab_size": 1024,
-    "hidden_size": 128,
-    "intermediate_size": 384,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-}
+MODEL_SHAPE = "tiny"
+TOKEN_BYTES = 2 * 2 * 2 * 16 * 4
+"""KV of one token: 2 layers, K and V, 2 heads of 16 numbers in float32."""
 BLOCK_TOKENS = 64
-TOKEN_BYTES = 4 * 2 * 2 * 32 * 4
-"""Of all layers: K and V of 2 heads of 32 numbers in float32."""
 
-FIRST_TOKENS = 3072
-APPENDED_TOKENS = 24
-GENERATED_TOKENS = 3
-POOL_TOKENS = 3 * 4096
-SLOW_DOWN = 12.0
-LINK_TOKENS_PER_SECOND = 16_000
-WIDE = 12
+REST_TOKENS = 1
+"""What every prompt has behind its last whole block."""
+CONTEXT_BLOCKS = (40, 56)
+"""Fewest and most whole blocks of a prompt."""
+GENERATED_TOKENS = 16
+POOL_TOKENS = 64 * 4096
+"""More than all agents need, so that none waits for room."""
+LINK_TOKENS_PER_SECOND = 8000
+SLOW_DOWN, SLOW_LINK = 40.0, 12 * LINK_TOKENS_PER_SECOND
 RUN_SECONDS = 240.0
 
 MAX_APART, MIN_GAIN, MAX_IMBALANCE, MAX_BESIDE_ORACLE = 0.08, 1.6, 1.2, 1.15
@@ -75,20 +71,21 @@ class Layout:
     store_read: str
     link: int = LINK_TOKENS_PER_SECOND
     policy: str = "dualpath"
+    slow_down: float = 1.0
 
     @property
     def num_links(self) -> int:
         """How many workers may read from the store."""
         return self.num_prefill + (self.num_decode if self.store_read == "dual" else 0)
 
-    def options(self, model: Path, store: Path, *, slow_down: float) -> tuple[str, ...]:
+    def options(self, model: Path, store: Path) -> tuple[str, ...]:
         """Return the options of ``flowpath serve``."""
         return (
             *("--model", str(model), "--load-format", "dummy", "--dtype", "float32"),
             *("--prefill", str(self.num_prefill), "--decode", str(self.num_decode)),
             *("--roles", "manual", "--threads", "1", "--policy", self.policy),
             *("--kv-bytes", str(POOL_TOKENS * TOKEN_BYTES), "--block-size", str(BLOCK_TOKENS)),
-            *("--segment-min-size", "1MiB", "--slow-down", str(slow_down)),
+            *("--segment-min-size", "1MiB", "--slow-down", str(self.slow_down)),
             *("--store", f"file:{store}", "--store-read", self.store_read),
             *("--emulated-store-bandwidth", str(self.link * TOKEN_BYTES)),
         )
@@ -102,8 +99,9 @@ LAYOUTS = (
     Layout("dual 2P1D", 2, 1, "dual"),
     Layout("dual 1P2D", 1, 2, "dual"),
     Layout("round_robin 2P1D", 2, 1, "dual", policy="round_robin"),
-    Layout("wide 1P1D", 1, 1, "dual", link=WIDE * LINK_TOKENS_PER_SECOND),
     Layout("oracle 1P1D", 1, 1, "dual", link=0),
+    Layout("slow dual 1P1D", 1, 1, "dual", link=SLOW_LINK, slow_down=SLOW_DOWN),
+    Layout("slow oracle 1P1D", 1, 1, "dual", link=0, slow_down=SLOW_DOWN),
 )
 
 
@@ -128,21 +126,17 @@ class Replay:
         return most * num_links / self.num_loaded_tokens if most else 0.0
 
 
-def write_agents(path: Path, num_agents: int, num_rounds: int, seed: int) -> None:
-    """Write agents as message lists, one character a token: a long prompt, then short rounds."""
+def write_agents(path: Path, num_agents: int, seed: int) -> None:
+    """Write agents of one round as message lists, one character a token."""
     source = random.Random(seed)
-
-    def text(num_tokens: int) -> str:
-        return "".join(source.choices("abcdefghijklmnopqrstuvwxyz", k=num_tokens))
-
     lines = []
     for _ in range(num_agents):
-        messages = []
-        for place in range(num_rounds):
-            mean = APPENDED_TOKENS if place else FIRST_TOKENS
-            length = round(source.uniform(0.8, 1.2) * mean)
-            messages.append({"role": "user", "content": text(length)})
-            messages.append({"role": "assistant", "content": text(GENERATED_TOKENS)})
+        num_tokens = BLOCK_TOKENS * source.randint(*CONTEXT_BLOCKS) + REST_TOKENS
+        letters = "".join(source.choices("abcdefghijklmnopqrstuvwxyz", k=num_tokens))
+        messages = [
+            {"role": "user", "content": letters},
+            {"role": "assistant", "content": "x" * GENERATED_TOKENS},
+        ]
         lines.append(json.dumps({"messages": messages}))
     path.write_text("\n".join(lines) + "\n")
 
@@ -172,7 +166,7 @@ def replay(cluster: ServedCluster, trace: Path, num_agents: int, *options: str) 
     )
 
 
-def measure(num_agents: int, num_rounds: int, repeats: int) -> dict[str, list[Replay]]:
+def measure(num_agents: int, repeats: int) -> dict[str, list[Replay]]:
     """Fill a store, and give each layout the agents in turn, ``repeats`` times."""
     found: dict[str, list[Replay]] = {layout.name: [] for layout in LAYOUTS}
     with tempfile.TemporaryDirectory(prefix="fp-") as root:
@@ -180,14 +174,14 @@ def measure(num_agents: int, num_rounds: int, repeats: int) -> dict[str, list[Re
         model, store, trace = folder / "model", folder / "store", folder / "agents.jsonl"
         outputs = folder / "outputs.jsonl"
         write_dummy_model(model, MODEL_SHAPE)
-        write_agents(trace, num_agents, num_rounds, seed=0)
+        write_agents(trace, num_agents, seed=0)
         warm = Layout("warm", 1, 1, "dual", link=0)
-        with served(warm.name, warm.options(model, store, slow_down=1.0)) as cluster:
+        with served(warm.name, warm.options(model, store)) as cluster:
             filled = replay(cluster, trace, num_agents, "--outputs", str(outputs))
         print(f"  store filled in {filled.jct_seconds:.1f} s", flush=True)
         for turn in range(repeats):
             for layout in LAYOUTS:
-                options = layout.options(model, store, slow_down=SLOW_DOWN)
+                options = layout.options(model, store)
                 with served(layout.name, options) as cluster:
                     taken = replay(cluster, trace, num_agents, "--reference", str(outputs))
                 found[layout.name].append(taken)
@@ -240,7 +234,7 @@ def _comparisons(rows: Sequence[dict[str, Cell]]) -> list[dict[str, Cell]]:
     ]
     gain = compared("basic 1P1D", "dual 1P1D")
     made.append((*gain, f">= {MIN_GAIN}", gain[1] >= MIN_GAIN))
-    beside = compared("wide 1P1D", "oracle 1P1D")
+    beside = compared("slow dual 1P1D", "slow oracle 1P1D")
     made.append((*beside, f"<= {MAX_BESIDE_ORACLE}", beside[1] <= MAX_BESIDE_ORACLE))
     for name in ("dual 1P1D", "dual 2P1D", "dual 1P2D"):
         apart = float(of[name]["max/avg"])
@@ -256,15 +250,14 @@ def _comparisons(rows: Sequence[dict[str, Cell]]) -> list[dict[str, Cell]]:
 def main(argv: list[str]) -> int:
     """Replay on every layout and compare; 0 when every target is met."""
     parser = argparse.ArgumentParser(prog="benchmarks storage_paths")
-    parser.add_argument("--agents", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--agents", type=int, default=40)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--short", action="store_true", help="fewer rounds, once")
+    parser.add_argument("--short", action="store_true", help="fewer agents, once")
     arguments = parser.parse_args(argv)
-    num_rounds, repeats = arguments.rounds, arguments.repeats
+    num_agents, repeats = arguments.agents, arguments.repeats
     if arguments.short:
-        num_rounds, repeats = min(num_rounds, 3), 1
-    rows = _rows(measure(arguments.agents, num_rounds, repeats))
+        num_agents, repeats = min(num_agents, 12), 1
+    rows = _rows(measure(num_agents, repeats))
     comparisons = _comparisons(rows)
     print_table(rows)
     print_table(comparisons)
