@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 
 from common.config.settings import Settings
 from common.ids import Epoch, new_epoch
-from common.messages.admin import CliToController, ControllerToCli
+from common.messages.admin import CliToController, ControllerToCli, ScalerHello
 from common.messages.codec import Codec
 from common.transport.channels import ADMIN
 from common.transport.sockets import Context, Identity, RouterHub, new_context
@@ -22,7 +22,7 @@ class ScriptedAdmin:
         self.got: list[CliToController] = []
         self.answer = answer
         self.board = Board()
-        self._peer: tuple[str, Epoch] | None = None
+        self._scaler: tuple[str, Epoch] | None = None
         self._hub: RouterHub[ControllerToCli, CliToController] = RouterHub(
             context,
             ADMIN,
@@ -35,20 +35,22 @@ class ScriptedAdmin:
     async def play(self) -> None:
         """Answer until closed."""
         async for received in self._hub.received():
-            self._peer = (received.envelope.sender, received.envelope.epoch)
+            sender = (received.envelope.sender, received.envelope.epoch)
+            if isinstance(received.message, ScalerHello):
+                self._scaler = sender
             self.got.append(received.message)
             if (answer := self.answer(received.message)) is not None:
-                self.say(answer)
+                assert self._hub.try_send(sender, answer, "test")
             self.board.post()
 
     def say(self, message: ControllerToCli) -> None:
-        """Send a message to whom the last one came from."""
-        assert self._peer is not None
-        assert self._hub.try_send(self._peer, message, "test")
+        """Send a message to the scaler that has said hello, whoever else asks meanwhile."""
+        assert self._scaler is not None
+        assert self._hub.try_send(self._scaler, message, "test")
 
     async def hears(self, message: CliToController) -> None:
         """Wait until a message has come."""
-        await self.board.wait_for(f"{message}; got {self.got}", lambda: message in self.got)
+        await self.board.wait_for(f"{message}", lambda: message in self.got)
 
     def close(self) -> None:
         """Go silent for good."""
