@@ -18,6 +18,7 @@ BENCHMARKS = (
     "load_aware",
     "chats",
     "placement",
+    "storage_paths",
 )
 """Modules of this folder; each has ``main(argv) -> int``, which is 0 when its targets are met."""
 

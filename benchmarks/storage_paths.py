@@ -50,11 +50,11 @@ REST_TOKENS = 1
 """What every prompt has behind its last whole block."""
 CONTEXT_BLOCKS = (40, 56)
 """Fewest and most whole blocks of a prompt."""
-GENERATED_TOKENS = 16
+GENERATED_TOKENS = 4
 POOL_TOKENS = 64 * 4096
 """More than all agents need, so that none waits for room."""
 LINK_TOKENS_PER_SECOND = 8000
-SLOW_DOWN, SLOW_LINK = 40.0, 12 * LINK_TOKENS_PER_SECOND
+SLOW_DOWN, SLOW_LINK = 150.0, 12 * LINK_TOKENS_PER_SECOND
 RUN_SECONDS = 240.0
 
 MAX_APART, MIN_GAIN, MAX_IMBALANCE, MAX_BESIDE_ORACLE = 0.08, 1.6, 1.2, 1.15
