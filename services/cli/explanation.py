@@ -17,6 +17,7 @@ DECISIONS = {
     **dict.fromkeys(("migration_started", "migration_failed"), "move"),
     **dict.fromkeys(("prefix_not_cached", "prefix_late", "preempted"), "work"),
     **dict.fromkeys(("store_looked_up", "prefix_not_copied"), "load"),
+    **dict.fromkeys(("load_refused", "load_without_room"), "load"),
     "reserve_refused": "work",
     "request_resumed": "resume",
 }
@@ -174,6 +175,9 @@ class _Spans:
             return  # a worker's: it is placed already
         if entry.event == "handoff_accepted" and entry.fact("is_prefix"):
             return
+        if entry.event == "prefix_loaded":  # it tells how long the reads took, at their end
+            seconds = float(entry.fact("read_seconds") or 0.0)
+            self._done.append(Span("load", entry.process, max(0.0, at - seconds), at))
         ends, begins, id_of, worker_of = _STEPS.get(entry.event, _NOTHING)
         for name in ends:
             self._end(name, str(entry.fact(id_of)), at)

@@ -272,7 +272,7 @@ class Dispatcher:
         if loading.inputs:
             stored: tuple[Fact, ...] = (
                 ("path_reason", loading.reason),
-                ("num_stored_tokens", loading.num_read_tokens),
+                ("num_read_tokens", loading.num_read_tokens),
                 *loading.inputs,
             )
             facts = (*facts, *stored)

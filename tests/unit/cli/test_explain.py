@@ -217,6 +217,7 @@ def test_the_path_of_a_stored_prefix_is_told_with_what_was_found_and_why_it_was_
             prefill_read_queue=640,
             decode_read_queue=64,
         ),
+        line(3.75, "d0", "prefix_loaded", request_id="r", num_tokens=512, read_seconds=0.5),
         line(4, "controller", "prefix_not_copied", request_id="r", worker="d0", reason="damaged"),
         line(
             9,
@@ -239,3 +240,4 @@ def test_the_path_of_a_stored_prefix_is_told_with_what_was_found_and_why_it_was_
     assert inputs["path_reason"] == "d0 reads: its read queue is shorter"
     assert (inputs["prefill_read_queue"], inputs["decode_read_queue"]) == (640, 64)
     assert [(row.name, row.worker, row.num_tokens) for row in found.phases] == [("load", "d0", 512)]
+    assert ("load", "d0", 2.25, 2.75) in spans(found)

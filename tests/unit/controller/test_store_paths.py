@@ -71,6 +71,7 @@ def test_the_prefill_side_is_told_how_much_to_load_and_counts_what_is_left_as_wo
         "prefill_read",
         "p0 reads: both read queues are equal",
     )
+    assert told["num_read_tokens"] == 512
     assert (told["num_stored_blocks"], told["prefill_read_queue"], told["decode_read_queue"]) == (
         8,
         0,
