@@ -22,6 +22,7 @@ from enum import StrEnum
 from flowpath_native import SegmentAllocator
 
 from common.errors import InvariantViolationError, LocalProtocolError
+from common.kv.compaction import Move, plan_moves
 from common.kv.index_log import IndexChanges
 from common.kv.journal import AllocOp, AllocOpKind
 from common.kv.prefix_cache import PrefixCache, TokenIds
@@ -312,6 +313,27 @@ class BlockManager:
         Applied to a set in order, all of them give the hashes that are findable.
         """
         return self._cache.take_changes(is_snapshot=is_snapshot)
+
+    def free_runs(self) -> list[Run]:
+        """Return the maximal free runs."""
+        return list(self._allocator.free_segments())
+
+    def plan_compaction(self, max_moves: int) -> list[Move]:
+        """Return moves of cached blocks that nobody holds, after which the longest free run is
+        longer (compaction.py). Changes nothing; it is for now alone."""
+        return plan_moves(self.free_runs(), self._cache.evictable(), max_moves)
+
+    def relocate(self, moves: Sequence[Move]) -> None:
+        """Find cached blocks from now on where a plan of this moment moved their bytes."""
+        if not moves:
+            return
+        targets = to_runs(target for _, target in moves)
+        for start, length in targets:
+            if self._allocator.allocate(length, start) != [(start, length)]:
+                raise InvariantViolationError(f"blocks from {start} on are not free to move to")
+        self._cache.relocate(dict(moves))
+        runs = self._free([source for source, _ in moves])
+        self._log(AllocOpKind.RELOCATE, "", runs, to_blocks(targets))
 
     def clear_cache(self) -> None:
         """Forget every prefix; what nobody holds is freed, what is held is freed on its release."""

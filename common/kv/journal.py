@@ -28,6 +28,7 @@ class AllocOpKind(StrEnum):
     FORK = "fork"
     RELEASE = "release"
     EVICT = "evict"
+    RELOCATE = "relocate"
     TRUNCATED = "truncated"
     """The log reached its bound here; what follows is not in it."""
 
@@ -36,8 +37,9 @@ class AllocOpKind(StrEnum):
 class AllocOp:
     """One operation. ``n`` blocks moved between the allocator and an owner, in ``pieces`` runs.
 
-    ``runs`` were taken by acquire, grow and fork, and given back by release and evict; ``shared``
-    are the runs that acquire and fork hold together with others or with the cache. ``open`` has
+    ``runs`` were taken by acquire, grow and fork, and given back by release, evict and relocate;
+    ``shared`` are the runs that acquire and fork hold together with others or with the cache, and
+    those that relocate took for the cache in place of as many ``runs``. ``open`` has
     the pool's size in ``n``. The last four fields describe the free memory after the operation.
     """
 
@@ -172,6 +174,12 @@ class ReplayedState:
                 self._give_back(op, line)
             case AllocOpKind.EVICT:
                 self._give_back(op, line)
+            case AllocOpKind.RELOCATE:
+                places = to_blocks(op.shared)
+                if not self.free.issuperset(places):
+                    raise JournalError(f"line {line}: blocks move to where it is not free")
+                self._give_back(op, line)
+                self.free.difference_update(places)
             case AllocOpKind.TRUNCATED:
                 self.is_truncated = True
 

@@ -17,7 +17,7 @@ and are freed with that owner.
 import hashlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -96,6 +96,18 @@ class PrefixCache:
         self._block_of[digest] = block
         self._log.add(digest)
         self._hashes_of[block] = (digest, self._root if previous is None else previous)
+
+    def evictable(self) -> list[int]:
+        """Return the indexed blocks that nobody holds, in the order of eviction."""
+        return list(self._evictable)
+
+    def relocate(self, moves: Mapping[int, int]) -> None:
+        """Index evictable blocks under other numbers, in their places in the order of eviction."""
+        for source, target in moves.items():
+            hashes = self._hashes_of.pop(source)
+            self._hashes_of[target] = hashes
+            self._block_of[hashes[0]] = target
+        self._evictable = OrderedDict((moves.get(block, block), None) for block in self._evictable)
 
     def is_evictable(self, block: int) -> bool:
         """Tell whether the block is indexed and held by nobody."""
