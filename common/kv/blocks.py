@@ -15,7 +15,7 @@ findable, ``release`` ends them. Every operation is all or nothing. The code is 
 block ids out; nobody's bytes are touched.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -47,15 +47,17 @@ class Acquired:
 
 @dataclass(frozen=True, slots=True)
 class PublishedBlocks:
-    """Successive blocks that ``owner`` holds, with their hashes; ``previous`` is the one before.
-
-    ``previous`` is None where the first block begins the prompt.
-    """
+    """Successive blocks that ``owner`` holds, with their hashes, and all those ``before`` them."""
 
     owner: str
     block_ids: tuple[int, ...]
     hashes: tuple[bytes, ...]
-    previous: bytes | None
+    before: tuple[bytes, ...]
+
+    @property
+    def previous(self) -> bytes | None:
+        """The hash before the first block; None where that begins the prompt."""
+        return self.before[-1] if self.before else None
 
 
 @dataclass(slots=True)
@@ -163,21 +165,39 @@ class BlockManager:
         """Let ``owner`` hold the parent's published blocks from number ``first`` on.
 
         It has a TRANSFER hold on them, and on none before. LocalProtocolError where ``owner`` is
-        live, or the parent has not published so many.
+        live, or the parent, which holds a prompt from its beginning, has not published so many.
         """
         source = self._table(parent)
+        hashes = source.hashes[first:]
+        if not hashes or source.previous is not None:
+            raise LocalProtocolError(f"{parent} has not published block {first}")
+        blocks = source.blocks[first : first + len(hashes)]
+        return self._hold_part(owner, blocks, hashes, source.hashes[:first])
+
+    def hold_found(
+        self, owner: str, hashes: Sequence[bytes], before: Sequence[bytes]
+    ) -> PublishedBlocks | None:
+        """Let ``owner`` hold the blocks of successive hashes, which come after those ``before``.
+
+        It has a TRANSFER hold on them. None: one of them cannot be found, and nothing changed.
+        """
+        found = [self._cache.block_of(digest) for digest in hashes]
+        blocks = [block for block in found if block is not None]
+        if len(blocks) < len(found) or not blocks:
+            return None
+        return self._hold_part(owner, blocks, hashes, before)
+
+    def _hold_part(
+        self, owner: str, blocks: list[int], hashes: Sequence[bytes], before: Sequence[bytes]
+    ) -> PublishedBlocks:
         if owner in self._tables:
             raise LocalProtocolError(f"{owner} holds blocks already")
-        hashes = source.hashes[first:]
-        if not hashes:
-            raise LocalProtocolError(f"{parent} has not published block {first}")
-        previous = source.hashes[first - 1] if first else source.previous
-        shared = source.blocks[first : first + len(hashes)]
-        table = _Table(Hold.TRANSFER, [], hashes, previous)
+        held = PublishedBlocks(owner, tuple(blocks), tuple(hashes), tuple(before))
+        table = _Table(Hold.TRANSFER, [], list(hashes), held.previous)
         self._tables[owner] = table
-        self._add_holder(table, shared)
-        self._log(AllocOpKind.ACQUIRE, owner, [], shared)
-        return PublishedBlocks(owner, tuple(shared), tuple(hashes), previous)
+        self._add_holder(table, blocks)
+        self._log(AllocOpKind.ACQUIRE, owner, [], blocks)
+        return held
 
     def prefix_hashes(self, token_ids: TokenIds) -> list[bytes]:
         """Return the hashes of the whole blocks of ``token_ids``, which begin a prompt."""

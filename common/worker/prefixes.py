@@ -76,7 +76,7 @@ class PrefixCopies:
             phases = self._ledger.loaded_for_other(came, monotonic() - began)
             self._send_cached(order, tokens, phases)
 
-        num_stored = min(order.num_stored_tokens, len(tokens))
+        num_stored = self._whole(min(order.num_stored_tokens, len(tokens)))
         if num_stored <= self._blocks.match(tokens, num_stored) or not self._try_load(
             order.request_id, tokens[:num_stored], loaded
         ):
@@ -113,6 +113,9 @@ class PrefixCopies:
         told = PrefixNotCopied(request_id=request_id, message=message[:4096])
         self._control.send(told, request_id)
 
+    def _whole(self, num_tokens: int) -> int:
+        return num_tokens - num_tokens % self._scheduler.block_size
+
     def _try_load(self, request_id: RequestId, tokens: Sequence[int], then: OnLoaded) -> bool:
         if self._stored is None:
             return False
@@ -127,7 +130,7 @@ class PrefixCopies:
         """
         request_id = order.request_id
         # The last token of a prompt is always computed, and with it its block.
-        num_stored = min(order.num_stored_tokens, len(prompt) - 1)
+        num_stored = self._whole(min(order.num_stored_tokens, len(prompt) - 1))
         if num_stored > self._blocks.match(prompt, num_stored) and self._try_load(
             request_id, prompt[:num_stored], lambda came: self._loaded(request_id, came)
         ):

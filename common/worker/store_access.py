@@ -10,7 +10,7 @@ from common.kv.blocks import PublishedBlocks
 from common.kv.pool import KVPool
 from common.storage.interface import BlockStore, StoreStats
 from common.traffic.arbiter import TrafficClass
-from common.traffic.shared_link import SharedLink
+from common.traffic.shared_link import LinkStats, SharedLink
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,11 @@ class StoreAccess:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._lookups, self._store.longest_prefix, hashes)
 
+    async def num_stored(self, hashes: Sequence[bytes]) -> int:
+        """Return how many leading blocks of a prompt are stored, in turn with ``write``."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._copies, self._store.longest_prefix, hashes)
+
     async def read(
         self, hashes: Sequence[bytes], block_ids: Sequence[int], previous: bytes | None
     ) -> StoreRead:
@@ -68,6 +73,10 @@ class StoreAccess:
     def stats(self) -> StoreStats:
         """Return what the store counted since it was opened, by whatever incarnation."""
         return self._store.stats()
+
+    def link_stats(self) -> LinkStats:
+        """Return what has passed the link since this was made."""
+        return self._link.stats()
 
     def close(self) -> None:
         """Wait for what is under way; nothing reads or writes the pool afterwards."""

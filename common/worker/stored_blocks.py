@@ -1,18 +1,18 @@
 """What a worker does with the store: looks prompts up, loads prefixes, keeps what it computed."""
 
 import asyncio
-from collections import deque
-from collections.abc import Sequence
 
 import structlog
 
 from common.ids import RequestId
-from common.kv.blocks import BlockManager, PublishedBlocks
+from common.kv.blocks import BlockManager
 from common.kv.prefix_cache import HASH_BYTES
 from common.messages.control import LookUpPrefix, PrefixFound
-from common.storage.interface import StoreStats
+from common.telemetry.store_metrics import StoreMetrics
 from common.worker.control import ControlLink
+from common.worker.kept_blocks import KeptBlocks
 from common.worker.store_access import StoreAccess
+from common.worker.store_measures import StoreMeter
 from common.worker.stored_prefixes import StoredPrefixes
 
 log = structlog.get_logger()
@@ -22,34 +22,28 @@ MAX_LOOK_UPS = 256
 
 
 class StoredBlocks:
-    """One worker's use of the store. Lives in the loop; ``serve`` does the work.
-
-    Computed blocks are copied to the store's queue a sequence's turn at a time, in the order in
-    which they were published, so that each follows the one before it.
-    """
+    """One worker's use of the store. Lives in the loop; ``serve`` does the work."""
 
     def __init__(self, access: StoreAccess, blocks: BlockManager, block_size: int) -> None:
         self._access = access
-        self._blocks = blocks
-        self._computed: deque[PublishedBlocks] = deque()
-        self._has_computed = asyncio.Event()
         self._look_ups: asyncio.Queue[tuple[RequestId, list[bytes]]] = asyncio.Queue(MAX_LOOK_UPS)
         self.prefixes = StoredPrefixes(access, blocks, block_size)
-        self.num_dropped = 0
-        """Computed blocks that the store's queue had no room for, and those after them."""
+        self.kept = KeptBlocks(access, blocks)
 
-    def attach(self, control: ControlLink) -> None:
-        """Join to the controller."""
+    def attach(self, control: ControlLink, metrics: StoreMetrics) -> None:
+        """Join to the controller, and to what is moved by ``measure``."""
         self._control = control
+        self.kept.attach(metrics)
+        self._meter = StoreMeter(metrics, self._access.stats(), self._access.link_stats())
+
+    def measure(self) -> None:
+        """Move the metrics by what the store and its link have counted since the last call."""
+        self._meter.take(self._access.stats(), self._access.link_stats())
 
     @property
     def is_busy(self) -> bool:
         """Whether blocks of the pool are held for the store, or a request waits for it."""
-        return bool(self._computed) or self.prefixes.num_open > 0
-
-    def stats(self) -> StoreStats:
-        """Return the store's own counts."""
-        return self._access.stats()
+        return self.kept.is_busy or self.prefixes.num_open > 0
 
     def look_up(self, order: LookUpPrefix, payload: tuple[bytes, ...]) -> None:
         """Tell the controller later how much of a prompt is stored."""
@@ -63,34 +57,18 @@ class StoredBlocks:
         except asyncio.QueueFull:
             tell_found(self._control, order.request_id, 0)
 
-    def keep(self, computed: Sequence[PublishedBlocks]) -> None:
-        """Have computed blocks written; they are held until they are copied."""
-        self._computed.extend(computed)
-        if self._computed:
-            self._has_computed.set()
-
     async def serve(self) -> None:
         """Work for ever."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.prefixes.serve(), name="store reads")
             tasks.create_task(self._serve_look_ups(), name="store look-ups")
-            tasks.create_task(self._serve_computed(), name="store writes")
+            tasks.create_task(self.kept.serve(), name="store writes")
 
     async def _serve_look_ups(self) -> None:
         while True:
             request_id, hashes = await self._look_ups.get()
             num_blocks = await self._access.longest_prefix(hashes)
             tell_found(self._control, request_id, num_blocks)
-
-    async def _serve_computed(self) -> None:
-        while True:
-            await self._has_computed.wait()
-            held = self._computed[0]
-            self.num_dropped += await self._access.write(held)
-            self._blocks.release(held.owner)
-            self._computed.popleft()
-            if not self._computed:
-                self._has_computed.clear()
 
 
 def tell_found(control: ControlLink, request_id: RequestId, num_blocks: int) -> None:

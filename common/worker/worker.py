@@ -78,7 +78,7 @@ class HybridWorker:
         self._outbound = channels.outbound
         self._own = channels.own
         if self._stored is not None:
-            self._stored.attach(channels.control)
+            self._stored.attach(channels.control, self.metrics.store)
         self.requests.attach(channels)
 
     # ---- orders of the controller ----------------------------------------------------------------
@@ -193,7 +193,7 @@ class HybridWorker:
         self._scheduler.publish()
         if computed := self._scheduler.take_computed():
             assert self._stored is not None, "only with a store computed blocks are held for it"
-            self._stored.keep(computed)
+            self._stored.kept.keep(computed)
 
     async def serve_store(self) -> None:
         """Do what is asked of the store for ever; nothing where there is none."""
@@ -244,6 +244,7 @@ class HybridWorker:
         )
         rates = self._scheduler.rates()
         if self._stored is not None:
+            self._stored.measure()
             prefixes = self._stored.prefixes
             load = replace(load, read_queue_tokens=prefixes.queue_tokens)
             rates = replace(rates, read_tokens_per_second=prefixes.tokens_per_second)

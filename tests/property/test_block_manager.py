@@ -225,8 +225,27 @@ class BlockManagerMachine(RuleBasedStateMachine):
         )
         assert list(held.block_ids) == part.blocks
         assert list(held.hashes) == [hash_of(prefix) for prefix in part.published]
+        assert list(held.before) == [hash_of(prefix) for prefix in part.ancestors]
         assert held.previous == (hash_of(part.ancestors[-1]) if first else None)
         self.model.owners[name] = part
+        return name
+
+    @rule(target=parts, tokens=prompts, first=st.integers(0, 3))
+    def hold_found(self, tokens: list[int], first: int):  # type: ignore[no-untyped-def]  # as above
+        ends = range(BLOCK_SIZE, len(tokens) + 1, BLOCK_SIZE)
+        prefixes = [tuple(tokens[:end]) for end in ends]
+        before, wanted = prefixes[:first], prefixes[first:]
+        name = self.new_name()
+        held = self.manager.hold_found(
+            name, [hash_of(p) for p in wanted], [hash_of(p) for p in before]
+        )
+        is_there = bool(wanted) and all(prefix in self.model.index for prefix in wanted)
+        assert (held is not None) == is_there == self.manager.is_held(name)
+        if held is None:
+            return multiple()
+        blocks = [self.model.index[prefix] for prefix in wanted]
+        assert list(held.block_ids) == blocks
+        self.model.owners[name] = Owner(Hold.TRANSFER, blocks, [], wanted, before)
         return name
 
     @rule(is_snapshot=st.sampled_from((False, False, False, True)))

@@ -267,6 +267,21 @@ def test_who_holds_later_blocks_alone_keeps_those_before_them_longer_at_its_end(
     assert manager.match(tokens(3), 99) == 3 * SIZE
 
 
+def test_blocks_are_held_by_their_hashes_while_all_of_them_are_cached() -> None:
+    manager = make(6)
+    blocks = cache(manager, "a", tokens(3))
+    hashes = manager.prefix_hashes(tokens(4))
+    assert manager.hold_found("part", hashes[2:], hashes[:2]) is None
+    assert manager.hold_found("part", [], hashes) is None
+    assert not manager.is_held("part")
+    held = manager.hold_found("part", hashes[1:3], hashes[:1])
+    assert held is not None
+    assert (held.block_ids, held.previous) == (blocks[1:], hashes[0])
+    assert manager.counts().in_transfer == 2
+    manager.release("part")
+    manager.validate()
+
+
 def test_only_published_blocks_are_held_as_such() -> None:
     manager = make(6)
     acquire(manager, "a", tokens(3))
@@ -276,6 +291,10 @@ def test_only_published_blocks_are_held_as_such() -> None:
             manager.hold_published("part", "a", first)
     with pytest.raises(LocalProtocolError, match="holds blocks already"):
         manager.hold_published("a", "a", 0)
+    manager.publish("a", tokens(2))
+    manager.hold_published("second", "a", 1)
+    with pytest.raises(LocalProtocolError, match="has not published"):
+        manager.hold_published("part", "second", 0)
     assert not manager.is_held("part")
 
 
