@@ -95,6 +95,13 @@ class EngineSettings(BaseModel):
         description="Host memory of each worker for the KV of preempted sequences (size); what "
         "does not fit is computed again.",
     )
+    layer_ring: Bytes = Field(
+        0,
+        ge=0,
+        description="Memory in which a prefill worker on a CPU keeps two layers' K and V of a step "
+        "while the others pass through it from the pool and back (size); it must hold "
+        "max_model_len tokens. 0 computes in the pool.",
+    )
     slow_down: float = Field(
         1.0,
         ge=1,

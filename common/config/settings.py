@@ -71,6 +71,10 @@ class Settings(
                 f"death_seconds {self.death_seconds} is under three heartbeat_seconds "
                 f"({self.heartbeat_seconds}): one late heartbeat would end a worker"
             )
+        if self.tensor_parallel > 1 and self.layer_ring:
+            raise ValueError(
+                "layer_ring is for workers of one rank and cannot be used with tensor_parallel"
+            )
         if self.tensor_parallel > 1 and self.swap_bytes:
             raise ValueError(
                 "swap_bytes keeps the blocks of one rank and cannot be used with tensor_parallel"

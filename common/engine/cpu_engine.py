@@ -1,6 +1,6 @@
 """The engine of a CPU worker: one process, one model, one KV pool."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +23,11 @@ from common.errors import ErrorCode, RequestError
 from common.kv.layout import KVLayout
 from common.models.config import ModelConfig
 from common.sampling import SampledToken
+
+MakeKernels = Callable[
+    [KVLayout, torch.Tensor, int, tuple[torch.Tensor, torch.Tensor], int], DecoderKernels
+]
+"""Makes the kernels of a decoder, given what ``DecoderKernels`` takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +55,7 @@ class CpuRunner:
         *,
         has_weights: bool = True,
         communicator: Communicator = ALONE,
+        make_kernels: MakeKernels = DecoderKernels,
     ) -> None:
         """Load the rank's shard of the model (see ``CpuEngine``)."""
         torch.set_num_threads(num_threads)
@@ -65,7 +71,7 @@ class CpuRunner:
                 source = RandomWeights(whole, dtype, torch.device("cpu"), shard).tensor
                 weights = assemble_weights(whole, source, CPU_MAKERS, shard)
             tables = rotary_tables(config.rope, config.head_dim, config.max_model_len)
-            kernels = DecoderKernels(layout, pool_bytes, config.num_heads, tables, num_threads)
+            kernels = make_kernels(layout, pool_bytes, config.num_heads, tables, num_threads)
             self._decoder = Decoder(config, weights, kernels, communicator)
 
     def set_batch(self, batch: Batch) -> None:
@@ -137,27 +143,32 @@ class CpuEngine:
         """
         if not isinstance(step, CpuStep):
             raise TypeError(f"step {step.number} was launched by another engine")
-        rows, batch = step.rows, step.batch
-        logits = self._runner.forward(batch)
-        specs = [
-            (at, spec)
-            for at, index in enumerate(batch.sampled_rows)
-            for spec in rows[index].samples
-        ]
-        with torch.inference_mode():
-            drawn = iter(sample(logits, specs))
-        outcomes: list[RowOutcome] = [()] * len(rows)
-        for index in batch.sampled_rows:
-            tokens = [next(drawn) for _ in rows[index].samples]
-            outcomes[index] = _outcome(tokens)
-        succeeded = [outcome for outcome in outcomes if not isinstance(outcome, RequestError)]
-        if len(succeeded) < len(outcomes):
-            raise RowsFailed(outcomes)
-        return succeeded
+        return all_tokens(draw(self._runner.forward(step.batch), step.rows, step.batch))
 
     def execute(self, rows: Sequence[StepRow]) -> list[tuple[SampledToken, ...]]:
         """Launch a step and collect it."""
         return self.collect(self.launch(rows)) if rows else []
+
+
+def draw(logits: torch.Tensor, rows: Sequence[StepRow], batch: Batch) -> list[RowOutcome]:
+    """Draw every row's tokens from the logits of the batch that was made of the rows."""
+    specs = [
+        (at, spec) for at, index in enumerate(batch.sampled_rows) for spec in rows[index].samples
+    ]
+    with torch.inference_mode():
+        drawn = iter(sample(logits, specs))
+    outcomes: list[RowOutcome] = [()] * len(rows)
+    for index in batch.sampled_rows:
+        outcomes[index] = _outcome([next(drawn) for _ in rows[index].samples])
+    return outcomes
+
+
+def all_tokens(outcomes: Sequence[RowOutcome]) -> list[tuple[SampledToken, ...]]:
+    """Return each row's tokens; RowsFailed, with all outcomes, where a row has none."""
+    succeeded = [outcome for outcome in outcomes if not isinstance(outcome, RequestError)]
+    if len(succeeded) < len(outcomes):
+        raise RowsFailed(outcomes)
+    return succeeded
 
 
 def _outcome(tokens: Sequence[SampledToken | None]) -> RowOutcome:

@@ -11,6 +11,8 @@ from common.config.settings import Settings
 from common.engine.cpu_engine import CpuEngine
 from common.engine.dtype import load_model_layout, resolve_dtype
 from common.engine.interface import Engine
+from common.engine.layerwise.cpu import LayerwiseCpuEngine
+from common.engine.layerwise.stream import ring_layout
 from common.engine.parallel.cpu import build_on_cpu
 from common.engine.parallel.engine import ParallelEngine
 from common.engine.parallel.meeting import layout_of
@@ -19,6 +21,7 @@ from common.engine.weights import read_kv_scales
 from common.errors import ConfigError
 from common.kv.layout import KVLayout
 from common.kv.pool import BlockPool, KVPool
+from common.messages.fields import Role
 from common.models.config import ModelConfig
 from common.models.default_model import ensure_default_model
 from common.telemetry.progress import Progress
@@ -58,21 +61,24 @@ class Machine:
         return self.engine.broken if isinstance(self.engine, ParallelEngine) else None
 
     def close(self) -> None:
-        """End the processes of the other ranks, where there are any."""
-        if isinstance(self.engine, ParallelEngine):
+        """End the engine's other processes and threads, where there are any."""
+        if isinstance(self.engine, ParallelEngine | LayerwiseCpuEngine):
             self.engine.close()
 
 
-def build_machine(settings: Settings, worker_id: str) -> Machine:
+def build_machine(settings: Settings, worker_id: str, role: Role) -> Machine:
     """Load the model and make pool and engine on the worker's device.
 
-    ConfigError when settings, model or memory do not allow it.
+    ``role`` is the one that it begins with. ConfigError when settings, model or memory do not allow
+    it.
     """
     started = monotonic()
     config = ModelConfig.load(Path(settings.model) if settings.model else _default_model(settings))
     place = place_worker(settings, worker_id, _num_gpus(settings))
     machine = (
-        _build_on_cpu(settings, config) if place is None else _build_on_gpu(settings, config, place)
+        _build_on_cpu(settings, config, role)
+        if place is None
+        else _build_on_gpu(settings, config, place)
     )
     log.info(
         "worker_built",
@@ -91,7 +97,7 @@ def build_machine(settings: Settings, worker_id: str) -> Machine:
     return machine
 
 
-def _build_on_cpu(settings: Settings, config: ModelConfig) -> Machine:
+def _build_on_cpu(settings: Settings, config: ModelConfig, role: Role) -> Machine:
     if settings.kv_cache_dtype != "auto":
         raise ConfigError(f"kv_cache_dtype {settings.kv_cache_dtype} needs a GPU; a CPU takes auto")
     has_weights = settings.has_weights
@@ -105,12 +111,34 @@ def _build_on_cpu(settings: Settings, config: ModelConfig) -> Machine:
         model_fingerprint=config.fingerprint(has_weights=has_weights),
         layout=layout,
         pool=pool,
-        engine=CpuEngine(
-            config.folder, layout, pool.buffer, settings.num_threads, has_weights=has_weights
-        ),
+        engine=_cpu_engine(settings, config, layout, pool, role),
         host_blocks=open_host_blocks(pool, settings.swap_bytes),
         max_num_batched_tokens=settings.max_num_batched_tokens or CPU_BATCHED_TOKENS,
         max_num_seqs=settings.max_num_seqs or CPU_SEQS,
+    )
+
+
+def _cpu_engine(
+    settings: Settings, config: ModelConfig, layout: KVLayout, pool: KVPool, role: Role
+) -> Engine:
+    has_weights = settings.has_weights
+    if not settings.layer_ring or role is not Role.PREFILL:
+        return CpuEngine(
+            config.folder, layout, pool.buffer, settings.num_threads, has_weights=has_weights
+        )
+    num_places = settings.layer_ring // ring_layout(layout).block_bytes
+    num_tokens = num_places * layout.block_size
+    longest = settings.max_model_len or config.max_model_len
+    if num_tokens < longest:
+        needed = layout.num_blocks_for(longest) * ring_layout(layout).block_bytes
+        raise ConfigError(
+            f"layer_ring {settings.layer_ring} holds {num_tokens} tokens, but requests may have"
+            f" {longest} (max_model_len): that takes {needed} bytes"
+        )
+    return LayerwiseCpuEngine(
+        *(config.folder, layout, pool.buffer, settings.num_threads),
+        num_places=num_places,
+        has_weights=has_weights,
     )
 
 
@@ -141,6 +169,8 @@ def _build_ranks_on_cpu(
 
 
 def _build_on_gpu(settings: Settings, config: ModelConfig, place: GpuPlace) -> Machine:
+    if settings.layer_ring:
+        raise ConfigError("layer_ring is for workers on CPUs; set it to 0, or device to cpu")
     # What needs CUDA is not imported on a machine without it.
     from common.engine.cuda.engine import CudaEngine  # noqa: PLC0415
     from common.engine.cuda.memory import activation_bytes  # noqa: PLC0415

@@ -1,4 +1,4 @@
-"""A decode worker of two ranks goes on with what a prefill worker of one rank has computed."""
+"""A decode worker of two ranks goes on with what a prefill worker computed layer by layer."""
 
 import asyncio
 import signal
@@ -29,7 +29,11 @@ async def test_the_answers_are_those_of_one_rank(
         tmp_path,
         kv_bytes=POOL_BYTES,
         settings={"roles": "manual"},
-        worker_settings={"decode-0": {"tensor_parallel": NUM_RANKS}},
+        # Neither a ring of layers nor ranks may be seen in an answer.
+        worker_settings={
+            "prefill-0": {"layer_ring": POOL_BYTES},
+            "decode-0": {"tensor_parallel": NUM_RANKS},
+        },
     )
     alone = ClusterOptions(tmp_path, is_combined=True, kv_bytes=POOL_BYTES)
     prompts = [exact_prompt("", n, first=7000 + n).token_ids(encode) for n in PROMPT_TOKENS]

@@ -323,6 +323,7 @@ def test_a_size_is_told_from_a_number_by_its_setting() -> None:
         "segment_min_size",
         "kv_bytes",
         "swap_bytes",
+        "layer_ring",
         "emulated_store_bandwidth",
         "emulated_fabric_bandwidth",
     ]
