@@ -77,7 +77,7 @@ def run(settings: Settings, role: Role, worker_id: str) -> int:
         prepare_run_dir(settings.run_dir)
         check_network(settings)
         with (
-            closing(build_machine(settings, worker_id)) as machine,
+            closing(build_machine(settings, worker_id, role)) as machine,
             closing(open_worker_store(settings, machine)) as store,
         ):
             gc.freeze()
