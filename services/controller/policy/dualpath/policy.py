@@ -137,7 +137,7 @@ def _decode_for(
     below_tier: float,
 ) -> _Decode | None:
     """Return the decode side among those whose pair with ``prefill`` is of a better tier."""
-    tiers = cluster.pair_tier[prefill]
+    tiers: list[float] = cluster.pair_tier[prefill].tolist()
     for group in groups:
         reached = {slot for slot, _ in group if tiers[slot] < below_tier}
         if reached and (found := _decode_among(request, group, reached)) is not None:
