@@ -36,6 +36,7 @@ class ServedCluster:
 def served(name: str, options: Sequence[str]) -> Iterator[ServedCluster]:
     """Run ``flowpath serve`` with these options on a free port as long as the block.
 
+    Without ``--store`` among them it keeps no KV beyond its workers' own.
     RuntimeError when it does not get ready.
     """
     with tempfile.TemporaryDirectory(prefix="fp-") as root:
@@ -45,7 +46,8 @@ def served(name: str, options: Sequence[str]) -> Iterator[ServedCluster]:
         )
         command = [
             *(sys.executable, "-m", "services.cli", "serve", "--port", str(port)),
-            *("--run-dir", str(cluster.run_dir), "--log-dir", str(cluster.log_dir), *options),
+            *("--run-dir", str(cluster.run_dir), "--log-dir", str(cluster.log_dir)),
+            *("--store", "none", *options),
         ]
         with (folder / "output").open("wb") as output:
             process = subprocess.Popen(

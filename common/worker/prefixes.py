@@ -33,9 +33,8 @@ from common.worker.stored_prefixes import OnLoaded
 
 log = structlog.get_logger()
 
-MAX_WAIT_SECONDS = 1.0
-MAX_LOAD_SECONDS = 30.0
-"""How long a request waits for the store: a read that takes longer has met with trouble."""
+MAX_WAIT_SECONDS = 30.0
+"""A backstop: who cannot send a prefix says so, and of who is gone the controller tells."""
 
 # A reservation names who gets the tokens. Of a prefix there are none.
 _NO_GATEWAY = GatewayId("none")
@@ -134,7 +133,7 @@ class PrefixCopies:
         if num_stored > self._blocks.match(prompt, num_stored) and self._try_load(
             request_id, prompt[:num_stored], lambda came: self._loaded(request_id, came)
         ):
-            self._load_until[request_id] = now + MAX_LOAD_SECONDS
+            self._load_until[request_id] = now + MAX_WAIT_SECONDS
             return True
         if order.num_prefix_tokens <= self._blocks.match(prompt, order.num_prefix_tokens):
             return False
@@ -169,7 +168,7 @@ class PrefixCopies:
             log.warning("prefix_late", request_id=request_id, seconds=MAX_WAIT_SECONDS)
             self.ended(PrefixEnded(request_id, PrefixCopied()))
         for request_id in [r for r, until in self._load_until.items() if now >= until]:
-            log.warning("prefix_late", request_id=request_id, seconds=MAX_LOAD_SECONDS)
+            log.warning("prefix_late", request_id=request_id, seconds=MAX_WAIT_SECONDS)
             self._forget_load(request_id)
             self._loaded(request_id, PrefixLoaded())
 

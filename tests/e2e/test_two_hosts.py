@@ -438,6 +438,6 @@ def _flags(cluster: HostedCluster, host: Host, model_folder: Path) -> list[str]:
     return [
         *("--cluster-host", host.address, "--keys", str(host.keys)),
         *("--model", str(model_folder), "--dtype", "float32", "--max-num-batched-tokens", "256"),
-        *("--kv-bytes", "256M", "--threads", "1", "--port", "8000"),
+        *("--kv-bytes", "256M", "--threads", "1", "--port", "8000", "--store", "none"),
         *("--run-dir", str(cluster.settings_of(host).run_dir), "--log-dir", str(host.log_dir)),
     ]

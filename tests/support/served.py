@@ -224,6 +224,7 @@ async def serving(
             "log_dir": root / "log",
             "kv_bytes": 64 * 2**20,
             "threads": 1,
+            "store": "none",
             **values,
         }
     )

@@ -23,6 +23,7 @@ from services.cli.supervisor.prepare import (
     shared_port,
 )
 from services.cli.supervisor.scaler import ProcessScaler, ScalerLink
+from services.cli.supervisor.store import choose_store
 from services.cli.supervisor.supervisor import Supervisor, Tell
 from services.cli.terminal import out
 
@@ -81,7 +82,7 @@ async def _serve(settings: Settings, console: Console) -> int:
 
     tell(f"FlowPath {flowpath_version()}")
     check_network(settings)
-    settings = await prepare_model(settings, tell)
+    settings = choose_store(await prepare_model(settings, tell))
     specs = plan_processes(settings)
     settings_file = settings.run_dir / "settings.json"
     save_settings(settings, settings_file)
@@ -99,6 +100,7 @@ async def _serve(settings: Settings, console: Console) -> int:
         ("processes", processes),
         *([("elastic", f"up to {settings.max_workers} workers")] if settings.max_workers else []),
         ("transport", transport),
+        ("store", settings.store),
         ("logs", str(settings.log_dir)),
     ):
         tell(f"  {name:<10} {value}")

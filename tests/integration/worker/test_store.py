@@ -260,7 +260,7 @@ async def test_a_request_cancelled_in_its_load_keeps_the_blocks_until_the_read_i
 async def test_a_load_that_takes_too_long_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prefixes, "MAX_LOAD_SECONDS", 0.1)
+    monkeypatch.setattr(prefixes, "MAX_WAIT_SECONDS", 0.1)
     async with playing(tmp_path) as played:
         await played.fill()
         reader, store = await played.start("reader")
@@ -448,9 +448,8 @@ async def test_the_decode_side_loads_a_prefix_and_hands_it_over(tmp_path: Path) 
 
 
 async def test_a_decode_side_that_finds_nothing_says_so_and_the_prompt_is_computed_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(prefixes, "MAX_WAIT_SECONDS", 1000.0)
     async with playing(tmp_path) as played:
         await played.start("decode", Role.DECODE)
         prefill, _ = await played.start("prefill")
