@@ -3,10 +3,11 @@
 The controller's queue is Algorithm 1's; a placement is one head of that queue.
 
 * **Prefill side.** Workers that may compute prompts, in the order of Algorithm 1: those of a host
-  with a short queue of reads first, then the fewest tokens, this request's uncached ones counted
-  in: a worker that has some of the prompt cached has less to do for it. Who has more than beta
-  tokens gets none. Alpha is three seconds of what a host's workers read together. Among equals
-  the worker's own queue of reads decides.
+  with a short queue of reads first, then the fewest tokens, with those that this request adds: the
+  ones that it has neither cached nor can load, and for those that it would load as many as it
+  could compute in that time. So a prefix that is cached counts, and more so where reads are slow.
+  Who has more than beta tokens gets none. Alpha is three seconds of what a host's workers read
+  together. Among equals the worker's own queue of reads decides.
 * **Decode side.** Hosts are the groups of phase 1: the one with the fewest tokens per worker comes
   first, the next one where it has nobody with room whom the prefill side can hand over to. Phase 2
   chooses inside a host; R is this request alone, since it is the head.
@@ -97,11 +98,23 @@ class DualPath:
             engine = PrefillEngine(
                 EngineId(slot), view.uncomputed_tokens, queues[view.host], thresholds
             )
-            key = preference(engine, request.num_uncached(request.hits.get(view.key, 0)))
+            key = preference(engine, _added(request, view, compute_rate))
             if key is not None:
                 category, tokens, queue, _ = key
                 found.append(((category, tokens, queue, view.read_queue_tokens, slot), engine))
         return [engine for _, engine in sorted(found, key=lambda one: one[0])]
+
+
+def _added(request: RequestView, view: WorkerView, compute_rate: float) -> int:
+    """Return the tokens that a request adds to a worker, loads in terms of computing.
+
+    Loads take no time while their rate is not known; they are tried then, and so measured.
+    """
+    num_hits = request.hits.get(view.key, 0)
+    loaded = max(0, request.num_stored_blocks - num_hits) * request.block_size
+    share = min(1.0, compute_rate / view.read_rate) if view.read_rate > 0 else 0.0
+    num_uncached = request.num_uncached(max(num_hits, request.num_stored_blocks))
+    return num_uncached + round(loaded * share)
 
 
 def _kept(cluster: ClusterView, request: RequestView, slot: int) -> _Decode | None:
@@ -180,6 +193,10 @@ def _placement(
             ("decode_category", chosen.token_class.value),
             ("uncomputed_tokens", prefill.uncomputed_tokens),
             ("hit_blocks", request.hits.get(prefill.key, 0)),
+            (
+                "added_tokens",
+                _added(request, prefill, prefill.prefill_rate or cluster.fastest_rate),
+            ),
             ("beta", round(engine.thresholds.compute_tokens)),
             ("read_queue_tokens", engine.read_queue_tokens),
             ("alpha", _finite(engine.thresholds.read_tokens)),

@@ -133,6 +133,33 @@ def test_a_cached_prefix_counts_as_tokens_that_need_no_computing() -> None:
     assert sides(choose(workers, request(1024, p1=9))) == ("p0", "d")
 
 
+@pytest.mark.parametrize(
+    ("read_rate", "waiting", "expected"),
+    [
+        # 960 tokens are read in the time of 96 to compute: so much is a cached prefix worth
+        (10_000.0, 96, "p1"),
+        (10_000.0, 97, "p0"),
+        # reads are slower than computing: as if nothing were stored
+        (500.0, 960, "p1"),
+        (500.0, 961, "p0"),
+        # not measured: loading is tried
+        (0.0, 1, "p0"),
+    ],
+)
+def test_what_is_loaded_counts_as_what_could_be_computed_in_that_time(
+    read_rate: float, waiting: int, expected: str
+) -> None:
+    workers = [
+        replace(worker("p0", P), read_rate=read_rate),
+        replace(worker("p1", P, waiting), read_rate=read_rate),
+        worker("d", D),
+    ]
+    asked = replace(request(1024, p1=15), num_stored_blocks=15)
+    # Equal costs: the first by number is taken, so let p1 be one token better.
+    workers[1] = replace(workers[1], uncomputed_tokens=waiting - 1)
+    assert sides(choose(workers, asked)) == (expected, "d")
+
+
 def test_the_host_with_fewer_tokens_a_worker_gets_the_decode() -> None:
     workers = [
         worker("p", P),
