@@ -19,6 +19,7 @@ BENCHMARKS = (
     "chats",
     "placement",
     "storage_paths",
+    "layerwise",
 )
 """Modules of this folder; each has ``main(argv) -> int``, which is 0 when its targets are met."""
 
