@@ -33,7 +33,7 @@ MAX_SHARE = 3
 PLOT = Path(__file__).parents[1] / "docs" / "images" / "layerwise.svg"
 LANES = {
     SpanKind.LOAD: ("#1f77b4", "pool to ring"),
-    SpanKind.COMPUTE: ("#2ca02c", "compute"),
+    SpanKind.COMPUTE: ("#2ca02c", "attention"),
     SpanKind.STORE: ("#d62728", "ring to pool"),
 }
 GREEDY = SamplingParams(seed=0, max_tokens=1, temperature=0.0, num_logprobs=5)
@@ -120,7 +120,7 @@ def plot(spans: list[Span]) -> str:
         x, milliseconds = 110 + 600 * share, 1000 * (last - first) * share
         parts.append(f'<path d="M{x} 34V160" stroke="#bbb" stroke-dasharray="2 3"/>')
         parts.append(f'<text x="{x}" y="176" text-anchor="middle">{milliseconds:.0f} ms</text>')
-    title = "One chunk, layer by layer: while one is computed, the next comes and the last goes"
+    title = "One chunk, layer by layer; the MLP is in the gaps"
     return (
         '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 740 190" font-family="sans-serif" '
         f'font-size="11"><rect width="740" height="190" fill="white"/><text x="370" y="20" '
