@@ -1,7 +1,8 @@
 """How the suite is spread over processes, and notes for its summary.
 
-What starts whole clusters stays in one process, one test after the other: two of them at a time
-would only measure each other. Everything else goes to the process that is free.
+What starts whole clusters stays in one process, one test after the other, and what starts two hosts
+of its own in another: more of them at a time would only slow each other down. Everything else goes
+to the process that is free.
 """
 
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from typing import Protocol
 
 import pytest
 
+HOSTS = "tests/e2e/test_two_hosts.py"
 CLUSTERS = ("tests/e2e/", "tests/chaos/")
 NOTES = "notes"
 
@@ -25,7 +27,9 @@ class _Node(Protocol):
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if item.nodeid.startswith(CLUSTERS):
+        if item.nodeid.startswith(HOSTS):
+            item.add_marker(pytest.mark.xdist_group("hosts"))
+        elif item.nodeid.startswith(CLUSTERS):
             item.add_marker(pytest.mark.xdist_group("clusters"))
 
 
