@@ -49,6 +49,7 @@ class LookUps:
     ) -> list[Effect]:
         """Ask for a record whose look-up ``is_worth_asking``."""
         self._turn = self._ready_keepers().index(asked) + 1
+        self._open.pop(record.request_id, None)  # an id may come again: it stands last then
         self._open[record.request_id] = None
         chain = b"".join(record.hashes[: request.max_hit_blocks])
         look_up = LookUpPrefix(request_id=record.request_id)

@@ -6,9 +6,6 @@ end nobody holds anything. Workers answer for their store soon, late or never; a
 for a prefix does so until it comes or the controller tells that it will not.
 """
 
-from collections import deque
-from dataclasses import dataclass, field
-
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -17,68 +14,31 @@ from common.errors import ErrorCode
 from common.ids import Epoch, RequestId, WorkerId
 from common.messages.admin import OrderDrain, OrderRole, RoleControl
 from common.messages.control import (
-    Cancel,
     CancelRequest,
-    CopyPrefix,
     DecodeRefused,
     DecodeStarted,
-    Fenced,
     GatewayHeartbeat,
     Goodbye,
-    LookUpPrefix,
-    MigrateDecode,
     MigrationFailed,
-    PeerLeft,
-    PlaceDecode,
-    PlaceRequest,
     PrefixFound,
     PrefixNotCopied,
-    PrefixUnavailable,
     RequestFailed,
     RequestFinished,
     RequestRefused,
-    RoleSwitched,
-    SetDraining,
-    SwitchRole,
 )
 from common.messages.fields import Role
-from services.controller.effects import Effect, FromPeer, Send, ToPeer
+from services.controller.effects import Effect, Send, ToPeer
 from services.controller.limits import ControllerLimits
 from services.controller.look_ups import LOOK_UP_SECONDS
 from services.controller.request_machine import RequestPhase
 from services.controller.request_record import CANCEL_REPORT_SECONDS
 from tests.unit.controller.cluster import Cluster, heartbeat, rates, worker_hello
+from tests.unit.controller.fake_worker import FakeWorker
 
 NAMES = ("w0", "w1", "w2", "w3")
 START_ROLES = (Role.PREFILL, Role.PREFILL, Role.DECODE, Role.DECODE)
 LIMITS = ControllerLimits(role_control=RoleControl.AUTO, policy="flowkv", max_queue=8)
 BUDGET = 512
-
-
-@dataclass
-class FakeWorker:
-    """A worker that keeps the protocol. ``prefilling`` maps to the decode side, None is itself.
-
-    ``asked`` are look-ups to answer, ``copying`` the targets of prefixes to load and to write;
-    ``awaiting`` are requests whose prefix has not come, ``arrived`` those whose prefix has.
-    """
-
-    name: str
-    pid: int
-    epoch: int
-    role: Role
-    generation: int = 1
-    is_draining: bool = False
-    prefilling: dict[RequestId, str | None] = field(default_factory=dict)
-    refused: set[RequestId] = field(default_factory=set)
-    decoding: set[RequestId] = field(default_factory=set)
-    moving: dict[RequestId, str] = field(default_factory=dict)
-    asked: deque[RequestId] = field(default_factory=deque)
-    copying: dict[RequestId, str] = field(default_factory=dict)
-    awaiting: set[RequestId] = field(default_factory=set)
-    arrived: set[RequestId] = field(default_factory=set)
-    inbox: deque[ToPeer] = field(default_factory=deque)
-    outbox: deque[FromPeer] = field(default_factory=deque)
 
 
 class HonestCluster(RuleBasedStateMachine):
@@ -126,61 +86,6 @@ class HonestCluster(RuleBasedStateMachine):
     def note(self, message: ToPeer) -> None:
         if isinstance(message, RequestFinished | RequestFailed | RequestRefused):
             self.ended[message.request_id] += 1
-
-    def obey(self, worker: FakeWorker, message: ToPeer) -> None:  # noqa: C901, PLR0912 - one case per order
-        say = worker.outbox.append
-        match message:
-            case PlaceRequest(request_id=request_id, decode=decode, num_prefix_tokens=awaited):
-                if worker.is_draining:
-                    code = ErrorCode.SHUTTING_DOWN
-                    say(RequestFailed(request_id=request_id, code=code, message="it drains"))
-                else:
-                    worker.prefilling[request_id] = decode.worker_id if decode else None
-                    if awaited and request_id not in worker.arrived:
-                        worker.awaiting.add(request_id)
-            case LookUpPrefix(request_id=request_id):
-                worker.asked.append(request_id)
-            case CopyPrefix(request_id=request_id, target=target):
-                worker.copying[request_id] = target.worker_id
-            case PrefixUnavailable(request_id=request_id):
-                worker.awaiting.discard(request_id)
-            case PlaceDecode(request_id=request_id, decode=decode):
-                if request_id in worker.refused:
-                    worker.refused.discard(request_id)
-                    is_own = decode.worker_id == worker.name
-                    worker.prefilling[request_id] = None if is_own else decode.worker_id
-            case Cancel(request_id=request_id, choice=None):
-                if self.drop(worker, request_id):
-                    say(RequestFinished(request_id=request_id, was_cancelled=True))
-            case SwitchRole(role=role, role_generation=generation):
-                if generation > worker.generation:
-                    worker.role, worker.generation = role, generation
-                say(RoleSwitched(role=worker.role, role_generation=worker.generation))
-            case SetDraining(is_draining=is_draining):
-                worker.is_draining = is_draining
-            case MigrateDecode(request_id=request_id, decode=decode):
-                if request_id in worker.decoding:
-                    worker.moving[request_id] = decode.worker_id
-                else:
-                    say(MigrationFailed(request_id=request_id, message="it is not here"))
-            case PeerLeft(worker_id=name):
-                for request_id in [r for r, to in worker.moving.items() if to == name]:
-                    del worker.moving[request_id]
-                    say(MigrationFailed(request_id=request_id, message="the peer is gone"))
-            case Fenced():
-                raise AssertionError("only the dead are fenced, and they hear nothing")
-            case _:
-                return
-
-    def drop(self, worker: FakeWorker, request_id: RequestId) -> bool:
-        held = request_id in worker.prefilling or request_id in worker.decoding
-        held |= request_id in worker.refused
-        worker.prefilling.pop(request_id, None)
-        worker.moving.pop(request_id, None)
-        worker.awaiting.discard(request_id)
-        worker.refused.discard(request_id)
-        worker.decoding.discard(request_id)
-        return held
 
     def say_next(self, worker: FakeWorker) -> None:
         message = worker.outbox.popleft()
@@ -232,7 +137,7 @@ class HonestCluster(RuleBasedStateMachine):
         worker = self.workers.get(name)
         for _ in range(count):
             if worker and worker.inbox:
-                self.obey(worker, worker.inbox.popleft())
+                worker.obey(worker.inbox.popleft())
 
     @rule(name=st.sampled_from(NAMES), count=st.integers(1, 5))
     def report(self, name: str, count: int) -> None:
@@ -305,7 +210,7 @@ class HonestCluster(RuleBasedStateMachine):
         if worker is None or not worker.decoding:
             return
         request_id = min(worker.decoding)
-        self.drop(worker, request_id)
+        worker.drop(request_id)
         worker.outbox.append(RequestFinished(request_id=request_id, was_cancelled=False))
 
     @rule(name=st.sampled_from(NAMES), has_room=st.booleans())
@@ -436,19 +341,15 @@ class HonestCluster(RuleBasedStateMachine):
                 self.finish(name)
             self.wait(0.1)
             if not self.cluster.core.book.requests and not any(
-                map(_has_work, self.workers.values())
+                worker.has_work for worker in self.workers.values()
             ):
                 break
         assert CANCEL_REPORT_SECONDS < 400 * 0.1, "time enough for records that nobody reports"
         left = {str(r.request_id): str(r.phase) for r in self.cluster.core.book.requests.values()}
         assert not left, left
-        assert not any(map(_has_work, self.workers.values())), self.workers
+        assert not any(worker.has_work for worker in self.workers.values()), self.workers
         for name, count in self.ended.items():
             assert count == 1 or name in self.cancelled, f"{name} has not ended"
-
-
-def _has_work(worker: FakeWorker) -> bool:
-    return bool(worker.prefilling or worker.refused or worker.decoding or worker.moving)
 
 
 TestHonestCluster = HonestCluster.TestCase
