@@ -18,6 +18,7 @@ BENCHMARKS = (
     "load_aware",
     "chats",
     "placement",
+    "dualpath_scheduling",
     "storage_paths",
     "layerwise",
 )

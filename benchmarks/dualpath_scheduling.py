@@ -166,12 +166,16 @@ class Cluster:
 
 
 def schedule(
-    name: str, held: list[EngineGroup], max_cell_engines: int, ticks: int
+    name: str,
+    held: list[EngineGroup],
+    max_cell_engines: int,
+    ticks: int,
+    num_agents: int = NUM_AGENTS,
 ) -> dict[str, Cell]:
     """Return the cost of one request, which is two engines and a path, in a steady state."""
     cluster = Cluster(held, max_cell_engines)
     cluster.tick(-1)  # every group is heard of before the first request
-    cluster.submit(NUM_AGENTS)
+    cluster.submit(num_agents)
     for now in range(NUM_WARM):
         cluster.tick(now)
     cluster.core_ns = cluster.num_placed = 0
@@ -182,7 +186,7 @@ def schedule(
         "part": "scheduler",
         "groups": name,
         "engines": sum(len(group.nodes) for group in held),
-        "agents": NUM_AGENTS,
+        "agents": num_agents,
         "requests": cluster.num_placed,
         "us per request": round(1e6 * seconds, 2),
         "decisions/core-s": round(3 / seconds),
@@ -376,7 +380,7 @@ def main(argv: list[str]) -> int:
     scheduler = [
         schedule("2P / 4D nodes", groups(2, 4), 64, args.ticks),
         schedule("all, cells of 64", groups(48, 96), 64, args.ticks),
-        schedule("all, one cell", groups(48, 96), 768, args.ticks),
+        schedule("all, one cell", groups(48, 96), 768, args.ticks, NUM_AGENTS // 4),
     ]
     print_table(scheduler)
     policy = [choose(p, d, 2000) for p, d in ((1, 1), (4, 8), (48, 96))]

@@ -278,6 +278,71 @@ def note_read(result: Result, node: NodeId, start: float, end: float, rate: floa
         second += 1
 
 
+class _Run:
+    """One simulation: what is asked for, and what ends when."""
+
+    def __init__(self, plant: Plant, agents: Iterable[list[Round]], num_seconds: int) -> None:
+        engines = [engine for group in plant.groups() for engine in group.nodes]
+        loads = {engine: Load() for engine in engines}
+        self.state = State(plant, loads, [0.0] * plant.num_nodes)
+        self.result = Result(plant.num_nodes, num_seconds // 3, num_seconds)
+        self._plant = plant
+        self._agents = list(agents)
+        self._num_asked = [0] * len(self._agents)
+        self._asked: dict[str, tuple[int, Round, float]] = {}
+        self._numbers = count()
+        # (time, order, agent whose turn it is, and the decode that ended)
+        self.turns: list[tuple[float, int, int, tuple[EngineId, QueuedRequest] | None]] = []
+        self._prefill_ends: list[tuple[float, int, EngineId, QueuedRequest]] = []
+        for agent in range(len(self._agents)):
+            start = 5.0 * agent / len(self._agents)
+            heapq.heappush(self.turns, (start, next(self._numbers), agent, None))
+
+    def next_request(self) -> tuple[float, QueuedRequest]:
+        """End the decode that ends next, and return what its agent asks for then."""
+        now, _, agent, ended = heapq.heappop(self.turns)
+        if ended is not None:
+            release(self.state.loads[ended[0]], ended[1])
+        self.end_prefills(now)
+        number = self._num_asked[agent]
+        self._num_asked[agent] += 1
+        one = self._agents[agent][number % len(self._agents[agent])]
+        request = _request(f"{agent}-{number}", one)
+        self._asked[request.request_id] = (agent, one, now)
+        return now, request
+
+    def end_prefills(self, now: float) -> None:
+        """Take prompts that are computed off their engines."""
+        while self._prefill_ends and self._prefill_ends[0][0] <= now:
+            _, _, engine, request = heapq.heappop(self._prefill_ends)
+            release(self.state.loads[engine], request)
+
+    def note_queues(self, now: float) -> None:
+        """Note the queues of reads, once the run is steady."""
+        if now >= self.result.first_second:
+            nodes = map(NodeId, range(self._plant.num_nodes))
+            self.result.note_queues([self.state.read_queue(node, now) for node in nodes])
+
+    def serve(self, choice: Choice, now: float) -> None:
+        """Read, compute and decode a request that was placed."""
+        agent, one, asked_at = self._asked.pop(choice.request.request_id)
+        plant, state = self._plant, self.state
+        read_at = max(now, state.link_free_at[choice.reader])
+        is_read = read_at + one.num_cached / plant.link_rate
+        state.link_free_at[choice.reader] = is_read
+        note_read(self.result, choice.reader, read_at, is_read, plant.link_rate)
+        load = state.loads[choice.prefill]
+        first_token = max(is_read, load.free_at) + one.num_appended / plant.prefill_rate
+        load.free_at = first_token
+        ended_prefill = (first_token, next(self._numbers), choice.prefill, choice.request)
+        heapq.heappush(self._prefill_ends, ended_prefill)
+        if asked_at >= self.result.first_second:
+            self.result.ttft_seconds.append(first_token - asked_at)
+        end = first_token + one.num_drawn * plant.token_seconds
+        decode = (choice.decode, choice.request)
+        heapq.heappush(self.turns, (end, next(self._numbers), agent, decode))
+
+
 def simulate(
     plant: Plant,
     agents: Iterable[list[Round]],
@@ -288,57 +353,22 @@ def simulate(
 
     They begin within five seconds. Nothing counts that was asked in the first third.
     """
-    engines = [engine for group in plant.groups() for engine in group.nodes]
-    state = State(plant, {engine: Load() for engine in engines}, [0.0] * plant.num_nodes)
-    chooser = make_chooser(state)
-    result = Result(plant.num_nodes, num_seconds // 3, num_seconds)
-    rounds = [list(agent) for agent in agents]
-    numbers = count()
-    # (time, order, agent or None for a fetch, the decode that ended)
-    events: list[tuple[float, int, int | None, tuple[EngineId, QueuedRequest] | None]] = []
-    for agent in range(len(rounds)):
-        start = 5.0 * agent / len(rounds)
-        heapq.heappush(events, (start, next(numbers), agent, None))
-    heapq.heappush(events, (0.0, next(numbers), None, None))
-    prefill_ends: list[tuple[float, int, EngineId, QueuedRequest]] = []
-    asked: dict[str, tuple[int, Round, float]] = {}
-    places = [0] * len(rounds)
-    while events[0][0] < num_seconds:
-        now, _, agent, ended = heapq.heappop(events)
-        while prefill_ends and prefill_ends[0][0] <= now:
-            _, _, engine, done = heapq.heappop(prefill_ends)
-            release(state.loads[engine], done)
-        if ended is not None:
-            release(state.loads[ended[0]], ended[1])
-        if agent is None:
-            if now >= result.first_second:
-                nodes = map(NodeId, range(plant.num_nodes))
-                result.note_queues([state.read_queue(node, now) for node in nodes])
-            choices = chooser.fetch(state, now)
-            heapq.heappush(events, (now + plant.fetch_seconds, next(numbers), None, None))
-        else:
-            one = rounds[agent][places[agent] % len(rounds[agent])]
-            places[agent] += 1
-            request = _request(f"{agent}-{places[agent]}", one)
-            asked[request.request_id] = (agent, one, now)
+    run = _Run(plant, agents, num_seconds)
+    chooser = make_chooser(run.state)
+    fetch_at = 0.0
+    while fetch_at < num_seconds:
+        if run.turns and run.turns[0][0] <= fetch_at:
+            now, request = run.next_request()
             choices = chooser.submit(request)
+        else:
+            now = fetch_at
+            run.end_prefills(now)
+            run.note_queues(now)
+            choices = chooser.fetch(run.state, now)
+            fetch_at += plant.fetch_seconds
         for choice in choices:
-            who, one, asked_at = asked.pop(choice.request.request_id)
-            read_at = max(now, state.link_free_at[choice.reader])
-            is_read = read_at + one.num_cached / plant.link_rate
-            state.link_free_at[choice.reader] = is_read
-            note_read(result, choice.reader, read_at, is_read, plant.link_rate)
-            engine = state.loads[choice.prefill]
-            first_token = max(is_read, engine.free_at) + one.num_appended / plant.prefill_rate
-            engine.free_at = first_token
-            done_prefill = (first_token, next(numbers), choice.prefill, choice.request)
-            heapq.heappush(prefill_ends, done_prefill)
-            if asked_at >= result.first_second:
-                result.ttft_seconds.append(first_token - asked_at)
-            end = first_token + one.num_drawn * plant.token_seconds
-            done = (choice.decode, choice.request)
-            heapq.heappush(events, (end, next(numbers), who, done))
-    return result
+            run.serve(choice, now)
+    return run.result
 
 
 def _request(name: str, one: Round) -> QueuedRequest:
