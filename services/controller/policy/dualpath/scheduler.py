@@ -141,17 +141,23 @@ class DualPathScheduler:
         return Decisions(tuple(assigned), tuple(placed))
 
     def remove_group(self, group: GroupId) -> None:
-        """Let a dead group go; what waits in its own queue is spread anew, before all others.
+        """Let a dead group go.
 
-        What its engines were assigned already is the caller's to submit again.
+        What waits in its own queue, and what had one of its engines but none of the other side,
+        goes to other groups, before all that is newer. Requests that had both engines are the
+        caller's to submit again.
         """
-        for engine in self._groups.pop(group).nodes:
+        gone = self._groups.pop(group)
+        for engine in gone.nodes:
             del self._nodes[engine]
-        waiting: list[QueuedRequest] = []
+        lost = [one.request for one in self._half.values() if one.engine in gone.nodes]
+        for request in lost:
+            del self._half[request.request_id]
         for cell in self._cells_of.pop(group, ()):
-            waiting += cell.queue
+            lost += cell.queue
             del self._cells[cell.cell]
-        self._decode_queue.extendleft(reversed(waiting))
+        queue = self._prefill_queue if gone.side is Side.PREFILL else self._decode_queue
+        queue.extendleft(reversed(lost))
 
     def redirect(self) -> list[Redirection]:
         """Move requests from hot decode queues to others; each at most once in its life."""

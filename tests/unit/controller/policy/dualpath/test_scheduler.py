@@ -147,6 +147,22 @@ def test_what_waited_for_a_dead_group_goes_to_another_before_all_newer_ones() ->
         under_test.fetch(fetch(DECODES))
 
 
+@pytest.mark.parametrize(("dead", "other"), [(PREFILLS, DECODES), (DECODES, PREFILLS)])
+def test_a_request_with_an_engine_of_a_dead_group_alone_gets_another(
+    dead: GroupId, other: GroupId
+) -> None:
+    more = EngineGroup(GroupId(7), GROUPS[dead].side, {EngineId(70): NodeId(7)})
+    under_test = DualPathScheduler([*GROUPS[:2], more], Thresholds(1000, 1000))
+    under_test.submit(request("a", stored=5))
+    assert len(under_test.fetch(fetch(dead)).assigned) == 1
+    under_test.submit(request("b", stored=5))
+    under_test.remove_group(dead)
+    report = EngineReport(EngineId(70), 0, 0, POOL, POOL)
+    found = under_test.fetch(Fetch(GroupId(7), (report,)))
+    assert [one.request.request_id for one in found.assigned] == ["a", "b"]
+    assert [one.request.request_id for one in under_test.fetch(fetch(other)).placed] == ["a", "b"]
+
+
 def test_a_queue_that_became_a_hot_spot_loses_its_newest_requests_once() -> None:
     under_test = scheduler()
     under_test.fetch(fetch(DECODES, free=0))
