@@ -56,6 +56,11 @@ class EngineSettings(BaseModel):
         description="Smallest run of free KV memory worth leaving behind when a segment is cut "
         "(size).",
     )
+    defragment: bool = Field(
+        default=True,
+        description="Whether idle workers move cached blocks so that free KV memory comes "
+        "together.",
+    )
     kv_bytes: Bytes = Field(
         0,
         ge=0,

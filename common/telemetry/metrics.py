@@ -62,6 +62,11 @@ class WorkerMetrics:
             "1 - longest run of adjacent free blocks / free blocks.",
             registry=registry,
         )
+        self.relocated = Counter(
+            "flowpath_kv_blocks_relocated",
+            "Cached blocks that were moved, while idle, so that free ones lie together.",
+            registry=registry,
+        )
         self.prefix_queries = Counter(
             "flowpath_prefix_cache_queries_tokens",
             "Prompt tokens that the prefix cache was asked for.",

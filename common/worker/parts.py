@@ -9,6 +9,7 @@ from common.ids import WorkerId
 from common.kv.blocks import BlockManager
 from common.scheduler.local import LocalScheduler
 from common.transfer.backend import PeerLink
+from common.worker.compaction import Compactor
 from common.worker.control import ControlLink
 from common.worker.emitter import TokenEmitter
 from common.worker.host_blocks import HostBlocks
@@ -34,6 +35,8 @@ class WorkerParts:
     """How many times as long every step is to take."""
     stored: StoredBlocks | None = None
     """Its use of the store of KV blocks, where it has one."""
+    compactor: Compactor | None = None
+    """Tidies its pool in idle time, where that is wanted."""
     why_broken: Callable[[], str | None] = lambda: None
     """Tells why the engine computes nothing any more; None while it does."""
 

@@ -39,6 +39,7 @@ from common.transfer.local import LocalBackend
 from common.transport.addresses import check_network, controller_endpoint, load_keys
 from common.transport.channels import CONTROL, HANDOFF, TOKENS
 from common.transport.sockets import Context, DealerLink, Identity, RouterHub, new_context
+from common.worker.compaction import Compactor
 from common.worker.control import ControlLink, WasFenced
 from common.worker.emitter import TokenEmitter
 from common.worker.inbound import InboundHandoffs
@@ -202,6 +203,7 @@ class _Incarnation:
             block_size=settings.block_size,
             growth_tokens=GROWTH_BLOCKS * settings.block_size,
         )
+        own_pool = LocalBackend(machine.pool).open_peer(machine.pool.handle())
         worker = HybridWorker(
             WorkerParts(
                 worker_id=self._id,
@@ -212,10 +214,13 @@ class _Incarnation:
                 stored=None
                 if hands.store is None
                 else StoredBlocks(hands.store, blocks, settings.block_size),
-                own_pool=LocalBackend(machine.pool).open_peer(machine.pool.handle()),
+                own_pool=own_pool,
                 host_blocks=machine.host_blocks,
                 lease_seconds=settings.lease_seconds,
                 slow_down=settings.slow_down,
+                compactor=Compactor(blocks, own_pool, machine.layout.block_bytes)
+                if settings.defragment
+                else None,
                 why_broken=machine.why_broken,
             )
         )

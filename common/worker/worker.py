@@ -62,6 +62,7 @@ class HybridWorker:
         self._blocks = parts.blocks
         self._scheduler = parts.scheduler
         self._stored = parts.stored
+        self._compactor = parts.compactor
         self._lease_seconds = parts.lease_seconds
         self._why_broken = parts.why_broken
         self._index = IndexReports(parts.blocks)
@@ -201,7 +202,7 @@ class HybridWorker:
             await self._stored.serve()
 
     async def _rest(self) -> None:
-        """Wait for something to do; meanwhile check the books, once nothing has come for a while.
+        """Wait for something to do; once nothing has come for a while, check the books and tidy.
 
         That takes milliseconds in a large pool, which nobody is to wait for.
         """
@@ -214,7 +215,17 @@ class HybridWorker:
             except InvariantViolationError as error:
                 self.availability.is_quarantined = True
                 log.critical("quarantined", reason=str(error))
+            else:
+                await self._compact()
         await self._wake.wait()
+
+    async def _compact(self) -> None:
+        """Bring free memory together, round by round, until there is something to do."""
+        while self._compactor is not None and not self._wake.is_set():
+            if not (num_moved := self._compactor.move_some()):
+                return
+            self.metrics.relocated.inc(num_moved)
+            await asyncio.sleep(0)  # others have their turn
 
     async def tick(self) -> None:
         """Notice and renew leases for ever; EngineBroken when the engine has lost a rank."""

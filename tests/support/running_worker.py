@@ -28,6 +28,7 @@ from common.transfer.backend import LinkRate, PeerLink, TransferBackend, WriteRe
 from common.transfer.local import LocalBackend
 from common.transport.channels import CONTROL, HANDOFF, TOKENS
 from common.transport.sockets import Context, DealerLink, Identity, RouterHub
+from common.worker.compaction import Compactor
 from common.worker.control import ControlLink
 from common.worker.emitter import TokenEmitter
 from common.worker.host_blocks import open_host_blocks
@@ -78,6 +79,8 @@ class WorkerOptions:
     store: BlockStore | None = None
     is_keeping: bool = True
     """Whether what is computed is written to the store."""
+    is_compacting: bool = False
+    """Whether the pool is tidied in idle time."""
 
 
 class RunningWorker:
@@ -120,6 +123,7 @@ class RunningWorker:
             block_size=LAYOUT.block_size,
             growth_tokens=options.growth_tokens,
         )
+        own_pool = LocalBackend(self.pool).open_peer(self.pool.handle())
         self.hybrid = HybridWorker(
             WorkerParts(
                 worker_id=WorkerId(name),
@@ -132,11 +136,14 @@ class RunningWorker:
                     SwapSpace(self._host_blocks.num_slots),
                     is_keeping=options.store is not None and options.is_keeping,
                 ),
-                own_pool=LocalBackend(self.pool).open_peer(self.pool.handle()),
+                own_pool=own_pool,
                 host_blocks=self._host_blocks,
                 lease_seconds=options.lease_seconds,
                 slow_down=options.slow_down,
                 stored=self._stored,
+                compactor=Compactor(self.blocks, own_pool, LAYOUT.block_bytes)
+                if options.is_compacting
+                else None,
             )
         )
 
