@@ -30,6 +30,7 @@ BLOCK_SIZE = 16
 LENGTHS = (40, 200, 90, 330, 150, 260)
 MAX_TOKENS = 24
 NUM_LANES = 6
+ANSWER_SECONDS = 60.0
 NUM_SWITCHES = 100
 SWITCHED_SECONDS = 1.0
 """So soon is the new role's work accepted."""
@@ -48,6 +49,7 @@ class Lanes:
     def __init__(self, client: ServedClient, quiet: Sequence[Undisturbed]) -> None:
         self.wrong: list[str] = []
         self.num_answers = 0
+        self._answered = asyncio.Event()
         self._client = client
         self._quiet = quiet
         self._numbers = count()
@@ -59,8 +61,15 @@ class Lanes:
             request = self._quiet[number % len(self._quiet)]
             wrong = await request.ask_again(self._client.ask, is_stream=number % 2 == 0)
             self.num_answers += 1
+            self._answered.set()
             if wrong is not None:
                 self.wrong.append(wrong)
+
+    async def answer_one(self) -> None:
+        """Wait for one more answer. TimeoutError when none comes."""
+        self._answered.clear()
+        async with asyncio.timeout(ANSWER_SECONDS):
+            await self._answered.wait()
 
 
 @asynccontextmanager
@@ -92,8 +101,11 @@ def _is_idle(report: StatusReport) -> bool:
     )
 
 
-async def _switch_back_and_forth(served: Served) -> list[float]:
-    """Switch workers ``NUM_SWITCHES`` times; return how long each took to be confirmed."""
+async def _switch_back_and_forth(served: Served, lanes: Lanes) -> list[float]:
+    """Switch workers ``NUM_SWITCHES`` times, with an answer or more between two of them.
+
+    Returns how long each took to be confirmed.
+    """
     taken: list[float] = []
     for number in range(NUM_SWITCHES):
         name = ("prefill-1", "decode-1")[number // 2 % 2]
@@ -108,6 +120,7 @@ async def _switch_back_and_forth(served: Served) -> list[float]:
         await give_order(served.settings, OrderRole(worker_id=WorkerId(name), role=role))
         await served.wait_until(f"{name} is {role}", has_role)
         taken.append(monotonic() - began)
+        await lanes.answer_one()
     return taken
 
 
@@ -130,13 +143,13 @@ async def test_100_switches_under_load_are_felt_by_nobody_and_leak_nothing(
         await served.wait_until("four workers", lambda report: len(report.workers) == 4)
         lanes = Lanes(client, quiet)
         async with loaded(lanes, NUM_LANES):
-            taken = await _switch_back_and_forth(served)
+            taken = await _switch_back_and_forth(served, lanes)
         print(
             f"{NUM_SWITCHES} switches, the slowest confirmed after {max(taken):.2f} s; "
             f"{lanes.num_answers} answers, {len(lanes.wrong)} wrong"
         )
         assert lanes.wrong == []
-        assert lanes.num_answers > NUM_LANES
+        assert lanes.num_answers >= NUM_SWITCHES
         assert max(taken) < SWITCHED_SECONDS
         await served.wait_until("nothing is held", _is_idle)
         assert not _failures(read_log_folder(served.settings.log_dir))
