@@ -421,7 +421,27 @@ async def test_a_malformed_look_up_is_ignored(tmp_path: Path) -> None:
         assert "bad" not in str(played.cluster.told)
 
 
-# ---- read on the decode side ---------------------------------------------------------------------
+# ---- both paths ---------------------------------------------------------------------
+
+
+async def test_what_the_prefill_side_loads_goes_to_the_decode_side_with_the_rest(
+    tmp_path: Path,
+) -> None:
+    async with playing(tmp_path) as played:
+        await played.fill()
+        decode, unread = await played.start("decode", Role.DECODE)
+        prefill, read = await played.start("prefill")
+        n = len(PROMPT)
+        played.cluster.place("r", LONGER, GREEDY, num_stored_tokens=n)
+        answer = await played.cluster.answer("r")
+        assert answer.token_ids(0) == expected(LONGER, GREEDY)
+        await prefill.idle()
+        await decode.idle()
+        assert int(value(prefill, "engine_step_tokens_sum")) == len(LONGER) - n
+        assert (read.num_read, unread.num_read) == (n // SIZE, 0)
+        load, moved = played.phase(PhaseName.LOAD), played.phase(PhaseName.TRANSFER)
+        assert (load.worker, load.num_bytes) == ("prefill", n // SIZE * BLOCK_BYTES)
+        assert moved.num_bytes == -(-len(LONGER) // SIZE) * BLOCK_BYTES, "hit and miss"
 
 
 async def test_the_decode_side_loads_a_prefix_and_hands_it_over(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from common.ids import RequestId, WorkerId
 from common.messages.fields import PhaseName, PhaseRecord, Phases
 from common.messages.tokens import TokenDelta
 from common.sampling import FinishReason, SampledToken
-from common.worker.phases import PhaseLedger, PrefixCopied
+from common.worker.phases import PhaseLedger, PrefixCopied, PrefixLoaded
 
 R = RequestId("r")
 WRITTEN = PhaseRecord(name=PhaseName.TRANSFER, worker="p", seconds=0.1, num_bytes=9, num_calls=1)
@@ -150,3 +150,28 @@ def test_what_is_forgotten_or_was_never_here_tells_nothing() -> None:
     ledger.choice_cancelled(R, 0)
     ledger.prefix_ended(R, PrefixCopied(), 3.0)
     assert ledger.done_at(R, otherwise=7.0) == 7.0
+
+
+def test_a_load_from_the_store_is_told_apart_from_the_queue() -> None:
+    ledger = PhaseLedger(WorkerId("p"))
+    ledger.received(R, range(1), 0.5, 10.0)
+    ledger.prefix_loaded(R, PrefixLoaded(128, 8192, 2, 0.1), 10.75)
+    ledger.prefill_started(R, 50, 11.0)
+    queue, load = ledger.attach(delta(), 11.0, 12.0).phases[:2]
+    assert (queue.name, queue.seconds) == ("queue", 0.75)
+    assert (load.name, load.worker, load.seconds) == ("load", "p", 0.75)
+    assert (load.num_tokens, load.num_bytes, load.num_calls) == (128, 8192, 2)
+
+
+def test_a_load_for_another_worker_is_told_by_that_one() -> None:
+    (load,) = PhaseLedger(WorkerId("d")).loaded_for_other(PrefixLoaded(64, 4096, 1), 0.25)
+    ledger = PhaseLedger(WorkerId("p"))
+    ledger.received(R, range(1), 0.0, 10.0)
+    ledger.prefix_ended(R, PrefixCopied(64, 4096, 2, (load,)), 10.5)
+    ledger.prefill_started(R, 50, 10.5)
+    told = ledger.attach(delta(), 10.5, 11.0).phases
+    assert [(phase.name, phase.worker, phase.seconds) for phase in told[:3]] == [
+        ("queue", "p", 0.0),
+        ("load", "d", 0.25),
+        ("prefix", "p", 0.5),
+    ]
