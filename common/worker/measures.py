@@ -33,11 +33,12 @@ def take_heartbeat(metrics: WorkerMetrics, beat: Heartbeat) -> None:
     metrics.store.read_queue.set(load.read_queue_tokens)
 
 
-def take_totals(metrics: WorkerMetrics, now: float) -> WorkerTotals:
-    """Return what was counted by ``now``, on the monotonic clock."""
+def take_totals(metrics: WorkerMetrics, clock: "StepClock") -> WorkerTotals:
+    """Return what was counted until now, the step that is under way too."""
+    now = monotonic()
     return WorkerTotals(
         at_seconds=now,
-        step_seconds=sum_of(metrics.step_seconds),
+        step_seconds=sum_of(metrics.step_seconds) + clock.seconds_under_way(now),
         prefix_query_tokens=int(value_of(metrics.prefix_queries)),
         prefix_hit_tokens=int(value_of(metrics.prefix_hits)),
         read_seconds=value_of(metrics.store.read_seconds),
@@ -96,6 +97,10 @@ class StepClock:
     def start(self) -> None:
         """The worker has something to do, again."""
         self._host_since = monotonic()
+
+    def seconds_under_way(self, now: float) -> float:
+        """How long the step has taken that is under way, until ``now``; 0 where none is."""
+        return now - self._busy_since if self._num_open else 0.0
 
     def hand_over(self, plan: StepPlan | None) -> None:
         """The worker waits for the engine's thread now, which gets ``plan``."""

@@ -69,6 +69,7 @@ class HybridWorker:
         self._wake = asyncio.Event()
         self._peers = KnownPeers()
         self.metrics = WorkerMetrics()
+        self._clock = StepClock(self.metrics)
         self.availability = Availability(parts.worker_id)
         self.requests = WorkerRequests(parts, self.availability, self.metrics, self._wake)
 
@@ -170,7 +171,8 @@ class HybridWorker:
     async def run_steps(self) -> None:
         """Plan and execute steps for ever."""
         with self._steps:
-            clock = StepClock(self.metrics)
+            clock = self._clock
+            clock.start()
             while True:
                 self._wake.clear()
                 plan, effects = self._scheduler.plan()
@@ -268,7 +270,7 @@ class HybridWorker:
             mode=self._scheduler.mode,
             rates=rates,
             index_sequence=self._index.sequence,
-            totals=take_totals(self.metrics, monotonic()),
+            totals=take_totals(self.metrics, self._clock),
         )
         take_heartbeat(self.metrics, beat)
         return beat

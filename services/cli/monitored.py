@@ -61,8 +61,7 @@ def _snic(before: WorkerTotals, now: WorkerTotals) -> float:
 
 
 def _steps(before: WorkerTotals, now: WorkerTotals) -> float:
-    # A step counts when it ends, and may have begun before the span.
-    return min(1.0, (now.step_seconds - before.step_seconds) / _seconds(before, now))
+    return (now.step_seconds - before.step_seconds) / _seconds(before, now)
 
 
 def _hits(before: WorkerTotals, now: WorkerTotals) -> float | None:

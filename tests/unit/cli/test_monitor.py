@@ -130,13 +130,6 @@ def test_a_span_without_prompts_has_no_hit_ratio() -> None:
     assert meter.take(report(worker(idle)))[0].value is None
 
 
-def test_a_step_that_began_before_the_span_fills_it_and_no_more() -> None:
-    meter = Meter(METRICS["gpu_utilization"])
-    meter.take(report(worker(FIRST)))
-    long_step = replace(FIRST, at_seconds=101.0, step_seconds=14.0)
-    assert meter.take(report(worker(long_step)))[0].value == 1.0
-
-
 def test_a_worker_that_told_nothing_has_no_value() -> None:
     assert Meter(METRICS["hbm_usage"]).take(report(worker(None)))[0].value is None
 

@@ -1,9 +1,13 @@
 from dataclasses import replace
+from time import monotonic
 
+import pytest
+
+from common.scheduler.steps import StepPlan
 from common.storage.interface import StoreStats
 from common.telemetry.metrics import WorkerMetrics
 from common.traffic.shared_link import LinkStats
-from common.worker.measures import take_totals
+from common.worker.measures import StepClock, take_totals
 from common.worker.store_measures import StoreMeter
 
 BEFORE = StoreStats(num_hits=7, read_bytes=70, num_written=3, written_bytes=30)
@@ -46,6 +50,16 @@ def test_every_count_of_blocks_has_its_event() -> None:
     assert [sample.value for sample in events] == [1] * (len(counts) - 1)  # num_blocks is a state
 
 
+def test_a_step_that_is_under_way_counts_until_now() -> None:
+    metrics = WorkerMetrics()
+    clock = StepClock(metrics)
+    assert clock.seconds_under_way(monotonic()) == 0.0
+    clock.hand_over(StepPlan(1, ()))
+    first, second = take_totals(metrics, clock), take_totals(metrics, clock)
+    passed = second.at_seconds - first.at_seconds
+    assert second.step_seconds - first.step_seconds == pytest.approx(passed)
+
+
 def test_totals_are_what_the_metrics_have_come_to() -> None:
     metrics = WorkerMetrics()
     metrics.step_seconds.observe(0.5)
@@ -53,6 +67,6 @@ def test_totals_are_what_the_metrics_have_come_to() -> None:
     metrics.prefix_queries.inc(100)
     metrics.prefix_hits.inc(60)
     metrics.store.read_seconds.inc(1.5)
-    totals = take_totals(metrics, 12.0)
-    assert (totals.at_seconds, totals.step_seconds, totals.read_seconds) == (12.0, 0.75, 1.5)
+    totals = take_totals(metrics, StepClock(metrics))
+    assert (totals.step_seconds, totals.read_seconds) == (0.75, 1.5)
     assert (totals.prefix_query_tokens, totals.prefix_hit_tokens) == (100, 60)
