@@ -13,7 +13,7 @@ a role keeps a worker at least, and nobody switches where the shortage would onl
 means that are to be expected afterwards must still point the same way. Hence a load that swings
 with a period of two cool-downs causes at most two switches a swing.
 
-Nothing is decided from workers that have not measured themselves or sent no heartbeat yet.
+Nothing is decided from workers that work at a rate not measured yet, or sent no heartbeat.
 """
 
 from collections.abc import Sequence

@@ -9,7 +9,7 @@ cluster. Their means make a ``Reading``: what the cluster looks like at this mom
     EXTREME     both means > 1
     IMBALANCED  the means differ by more than 0.35, and the higher one is > 0.8
     NORMAL      otherwise
-    UNKNOWN     one half has no worker that has measured itself yet: nothing is concluded
+    UNKNOWN     of one half no worker's load is known yet: nothing is concluded
 
 A reading becomes the scenario when it held for ``HOLD_ROUNDS`` rounds on end, and the present
 scenario for ``DWELL_ROUNDS``. The thresholds of the present scenario are wider by a quarter, so
@@ -64,7 +64,7 @@ _MEANT = {
 
 def _cell(scenario: Scenario, reading: Reading) -> Verdict:
     if reading is Reading.UNKNOWN:
-        return Ignored("a half of the cluster has not measured itself yet")
+        return Ignored("of a half of the cluster no load is known yet")
     if _MEANT[reading] is scenario:
         return Ignored("it is so already")
     return Legal((_MEANT[reading],))
@@ -122,7 +122,7 @@ class ScenarioMachine:
         return self._pressure
 
     def observe(self, prefill_scores: Sequence[float], decode_scores: Sequence[float]) -> Scenario:
-        """Take one round's scores of the workers that have measured themselves."""
+        """Take one round's scores of the workers whose load is known."""
         self._pressure = None
         if prefill_scores and decode_scores:
             self._pressure = Pressure(fmean(prefill_scores), fmean(decode_scores))

@@ -95,13 +95,14 @@ class WorkerView:
 
     @property
     def is_measured(self) -> bool:
-        """Whether decisions may be built on it: its load and the rate of its role are known."""
-        rates = {
-            Role.PREFILL: self.prefill_rate,
-            Role.DECODE: self.decode_step_seconds,
-            Role.COMBINED: min(self.prefill_rate, self.decode_step_seconds),
-        }
-        return self.has_heartbeat and rates[self.role] > 0
+        """Whether decisions may be built on it: its load is known, and its role's rate with it.
+
+        Who has nothing to do needs no rate: its score is that of an idle worker, at any speed.
+        """
+        computes = self.prefill_rate > 0 or not self.uncomputed_tokens
+        decodes = self.decode_step_seconds > 0 or not self.num_decoding
+        is_known = {Role.PREFILL: computes, Role.DECODE: decodes}.get(self.role)
+        return self.has_heartbeat and (computes and decodes if is_known is None else is_known)
 
     def can_hold(self, num_blocks: int) -> bool:
         """Whether the empty pool would be large enough."""

@@ -47,6 +47,7 @@ class Load:
         self.cluster = pair_cluster(num_prefill, num_decode, limits=AUTO)
         self.is_prefill_busy = False
         self.is_decode_busy = False
+        self.prefill_rates = MEASURED
         self.running: tuple[str, ...] = ()
         self.draining: set[str] = set()
 
@@ -75,7 +76,9 @@ class Load:
     def _beat(self, role: Role, *, is_draining: bool) -> object:
         if role is Role.PREFILL:
             tokens = BUSY_TOKENS if self.is_prefill_busy else 0
-            return heartbeat(uncomputed_tokens=tokens, measured=MEASURED, is_draining=is_draining)
+            return heartbeat(
+                uncomputed_tokens=tokens, measured=self.prefill_rates, is_draining=is_draining
+            )
         if not self.is_decode_busy:
             return heartbeat(measured=MEASURED, is_draining=is_draining)
         return heartbeat(
@@ -115,6 +118,15 @@ def test_idle_decode_workers_help_with_prompts_led_by_prefill_and_stop_when_it_i
     effects = load.rounds(30)
     assert notes(effects).count("help_ended") == 1
     assert directives(effects)[-1] == ("d0", None)
+
+
+def test_an_idle_prefill_worker_helps_though_it_never_had_a_prompt_to_be_measured_by() -> None:
+    load = Load()
+    load.prefill_rates = rates()
+    load.is_decode_busy = True
+    effects = load.rounds(12)
+    assert "scenario_changed" in notes(effects)
+    assert directives(effects)[0] == ("p0", Mode.DECODE_LED)
 
 
 def test_queued_prompts_count_as_prefill_load() -> None:

@@ -52,16 +52,19 @@ def test_a_link_has_its_measured_rate_or_the_default() -> None:
     ("view", "expected"),
     [
         (worker("p", P, step=0.0), True),
-        (worker("p", P, prefill_rate=0.0), False),
-        (worker("d", D, prefill_rate=0.0), True),
-        (worker("d", D, step=0.0), False),
-        (worker("c", C), True),
-        (worker("c", C, step=0.0), False),
-        (worker("c", C, prefill_rate=0.0), False),
+        (worker("p", P, 1, prefill_rate=0.0), False),
+        (worker("p", P, prefill_rate=0.0), True),
+        (worker("d", D, prefill_rate=0.0, decoding=1), True),
+        (worker("d", D, step=0.0, decoding=1), False),
+        (worker("d", D, step=0.0), True),
+        (worker("c", C, 1, decoding=1), True),
+        (worker("c", C, step=0.0, decoding=1), False),
+        (worker("c", C, 1, prefill_rate=0.0), False),
+        (worker("c", C, prefill_rate=0.0, step=0.0), True),
         (worker("p", P, has_heartbeat=False), False),
     ],
 )
-def test_a_worker_counts_once_it_told_its_load_and_measured_its_role(
+def test_a_worker_counts_once_it_told_its_load_and_has_measured_what_it_does(
     view: WorkerView, expected: bool
 ) -> None:
     assert view.is_measured is expected

@@ -174,7 +174,8 @@ def test_nobody_switches_where_the_shortage_would_only_change_sides() -> None:
 
 
 def test_nothing_is_decided_from_workers_that_have_not_measured_themselves() -> None:
-    cold = Cluster(worker("p", P), worker("d0", D, step=0.0), worker("d1", D, has_heartbeat=False))
+    started = worker("d0", D, step=0.0, decoding=1)
+    cold = Cluster(worker("p", P), started, worker("d1", D, has_heartbeat=False))
     assert cold.run(60, Scenario.IMBALANCED, SHORT_OF_PREFILL) == []
     assert cold.run(60, Scenario.IMBALANCED, None) == []
 
