@@ -22,11 +22,8 @@ class LinkStats:
     """Seconds that model traffic was held up here, added up over all transfers."""
     kv_wait_seconds: float = 0.0
     busy_seconds: float = 0.0
-    """Seconds in which a transfer, or several at a time, were under way, until now."""
-
-    def utilization_since(self, before: "LinkStats", seconds: float) -> float:
-        """Return the share of the ``seconds`` since ``before`` in which the link was in use."""
-        return (self.busy_seconds - before.busy_seconds) / seconds
+    """Seconds in which a transfer, or several at a time, were under way, until now: of two
+    snapshots, its difference by the time between them is how far the link was used."""
 
 
 class SharedLink:
