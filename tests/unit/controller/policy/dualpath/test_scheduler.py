@@ -133,6 +133,21 @@ def test_what_waits_for_a_group_counts_as_its_load() -> None:
     ]
 
 
+def test_what_was_assigned_counts_once_until_the_next_report() -> None:
+    under_test = scheduler()
+    under_test.fetch(fetch(OTHERS, 15, 0))
+    under_test.fetch(fetch(DECODES))
+    under_test.submit(request("a"))
+    assert [one.engine for one in under_test.fetch(fetch(DECODES)).assigned] == [10]
+    under_test.submit(request("b"))
+    # 10 tokens of the one group against 15 of this one: "b" is the other's.
+    assert under_test.fetch(fetch(OTHERS, 15, 0)).assigned == ()
+    under_test.submit(request("c"))
+    # And now it has 20: "c" stays here.
+    found = under_test.fetch(fetch(OTHERS, 15, 0)).assigned
+    assert [one.request.request_id for one in found] == ["c"]
+
+
 def test_what_waited_for_a_dead_group_goes_to_another_before_all_newer_ones() -> None:
     under_test = scheduler()
     under_test.fetch(fetch(DECODES, free=0))
