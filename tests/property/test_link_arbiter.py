@@ -34,6 +34,8 @@ class Run:
     quanta: list[Quantum]
     begun_at: list[float]
     """When the arbiter was called that let each quantum begin."""
+    num_offered: list[int]
+    """How many tickets it knew then."""
 
 
 offers = st.lists(
@@ -51,12 +53,13 @@ lateness = st.lists(st.integers(0, 80).map(lambda late: late / 1000), min_size=1
 def note(made: Run, begun: Sequence[Quantum], now: float) -> None:
     made.quanta.extend(begun)
     made.begun_at.extend([now] * len(begun))
+    made.num_offered.extend([len(made.tickets)] * len(begun))
 
 
 def run(offers: list[Offer], late: list[float]) -> Run:
     """Offer and advance as a caller would who comes late by ``late``, in turn."""
     arbiter = LinkArbiter(RATE, QUANTUM, BURST)
-    made, tickets = Run(list(offers), [], [], []), iter(offers)
+    made, tickets = Run(list(offers), [], [], [], []), iter(offers)
     coming, now, turn = next(tickets, None), 0.0, 0
     while coming is not None or arbiter.num_waiting:
         due = arbiter.next_at + late[turn % len(late)] if arbiter.next_at < inf else inf
@@ -110,12 +113,12 @@ def test_a_model_quantum_waits_for_at_most_one_kv_quantum(
     offers: list[Offer], late: list[float]
 ) -> None:
     made = run(offers, late)
-    arrived = {id(t): o.at for o, t in zip(made.offers, made.tickets, strict=True)}
+    number_of = {id(ticket): number for number, ticket in enumerate(made.tickets)}
     passed_by = 0  # KV quanta let begin in a row while one of MODEL waited
-    for place, (quantum, begun_at) in enumerate(zip(made.quanta, made.begun_at, strict=True)):
-        later = made.quanta[place + 1 :]
+    for place, (quantum, num_offered) in enumerate(zip(made.quanta, made.num_offered, strict=True)):
         is_model_waiting = any(
-            q.ticket.traffic_class is MODEL and arrived[id(q.ticket)] <= begun_at for q in later
+            q.ticket.traffic_class is MODEL and number_of[id(q.ticket)] < num_offered
+            for q in made.quanta[place + 1 :]
         )
         if quantum.ticket.traffic_class is KV and is_model_waiting:
             passed_by += 1
