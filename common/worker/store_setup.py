@@ -26,8 +26,11 @@ def open_worker_store(settings: Settings, machine: Machine) -> BlockStore:
     if not isinstance(pool, KVPool):
         raise ConfigError(
             f"--store {settings.store}: a store is for workers on a CPU whose pool is in one piece,"
-            f" and this one's is a {type(pool).__name__}; set --store none"
+            f" and this one's is a {type(pool).__name__}; --store none serves without a store"
         )
-    store = open_store(settings.store, identity)
+    try:
+        store = open_store(settings.store, identity)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; --store none serves without a store") from error
     store.register([pool.buffer])
     return store

@@ -386,6 +386,28 @@ async def test_a_worker_that_is_not_to_write_offers_nothing(tmp_path: Path) -> N
         assert store.offered == []
 
 
+async def test_blocks_that_are_held_for_the_store_do_no_harm_to_a_pool_that_is_too_small(
+    tmp_path: Path,
+) -> None:
+    params = SamplingParams(seed=1, max_tokens=40, temperature=0)
+    prompts = {f"r{number}": tuple(range(number, number + 20)) for number in range(6)}
+    async with playing(tmp_path) as played:
+        reader, store = await played.start("reader", num_blocks=16)
+        for request, prompt in prompts.items():
+            played.cluster.place(request, prompt, params, prefill="reader", decode=None)
+        for request, prompt in prompts.items():
+            stream = await played.cluster.answer(request)
+            assert stream.token_ids(0) == expected(prompt, params)
+        await reader.idle()
+        assert value(reader, "preemptions_total") > 0
+        played.flush()
+        # Each prompt and output has seven whole blocks, which are kept although it gave way.
+        computed = [(*p, *expected(p, params)[:-1]) for p in prompts.values()]
+        wanted = {digest for tokens in computed for digest in reader.blocks.prefix_hashes(tokens)}
+        assert wanted == {digest for _, digest in store.offered}
+        assert len(files_of(played.folder)) == len(wanted)
+
+
 # ---- look-ups ------------------------------------------------------------------------------------
 
 

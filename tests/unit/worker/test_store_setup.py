@@ -56,7 +56,7 @@ def test_a_pool_that_is_not_in_host_memory_is_refused_by_name(tmp_path: Path) ->
 
 def test_a_store_that_cannot_be_opened_is_told(tmp_path: Path, pool: KVPool) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="cannot use the store's folder"):
+    with pytest.raises(ConfigError, match=r"cannot use the store's folder.*--store none serves"):
         open_worker_store(Settings(store=f"file:{tmp_path}/file/s"), machine(pool))
     with pytest.raises(ConfigError, match="say none, file:DIR or redis"):
         open_worker_store(Settings(store="s3:bucket"), machine(pool))
