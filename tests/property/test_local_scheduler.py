@@ -56,6 +56,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             growth=growth,
             num_slots=num_slots,
             token_of=drawn,
+            is_keeping=True,
         )
         self.scheduler = self.bench.scheduler
         self.plans: list[StepPlan] = []
@@ -355,6 +356,9 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.finish_the_step(None)
         assert self.scheduler.request_ids() == (), "requests hang"
         assert self.on_the_way == {}, "moved requests find no room"
+        self.scheduler.publish()
+        self.bench.keep()
+        self.bench.let_go()
         counts = self.bench.blocks.counts()
         assert (counts.referenced, counts.in_transfer) == (0, 0)
         self.scheduler.validate()

@@ -86,6 +86,7 @@ class Bench:
         num_slots: int = 0,
         triggers: Triggers = DEFAULT_TRIGGERS,
         token_of: TokenOf = token_of,
+        is_keeping: bool = False,
     ) -> None:
         self.block_size = block_size
         self.budget = budget
@@ -96,7 +97,11 @@ class Bench:
             SchedulerLimits(budget, max_seqs, block_size, growth),
             SwapSpace(num_slots),
             triggers,
+            is_keeping=is_keeping,
         )
+        self.kept: dict[bytes, list[int]] = {}
+        """What was in each block that the scheduler told of, by its hash."""
+        self._holders: list[str] = []
         self.host: list[list[int]] = [[0] * block_size for _ in range(num_slots)]
         self.frozen: list[str] = []
         self.moved: set[str] = set()
@@ -217,13 +222,29 @@ class Bench:
 
     def plan(self) -> tuple[StepPlan | None, list[Effect]]:
         """Plan a step and look at its bounds."""
+        self.let_go()
         plan, effects = self.scheduler.plan()
         self.take(effects)
         self.scheduler.publish()
+        self.keep()
         self.scheduler.validate()
         if plan is not None:
             self._look_at(plan)
         return plan, effects
+
+    def keep(self) -> None:
+        """Look into the blocks that were computed; they are held until the next step."""
+        for held in self.scheduler.take_computed():
+            self._holders.append(held.owner)
+            for block, digest in zip(held.block_ids, held.hashes, strict=True):
+                if self.kept.setdefault(digest, list(self.pool[block])) != self.pool[block]:
+                    self.violations.append(f"block {block} is not what its hash says")
+
+    def let_go(self) -> None:
+        """Let go of the blocks that were held to be kept."""
+        for owner in self._holders:
+            self.blocks.release(owner)
+        self._holders.clear()
 
     def finish(self, plan: StepPlan, failing: Iterable[int] = ()) -> list[Effect]:
         """Compute a planned step; rows at the places in ``failing`` break."""
