@@ -16,16 +16,21 @@ from common.messages.admin import StatusReport
 from common.messages.fields import Role
 from common.telemetry.story import read_log_folder
 from services.cli.admin import ask_status
+from services.cli.explain import explain
+from services.cli.explanation import Explanation
 from services.cli.supervisor.plan import plan_processes, plan_worker
 from services.cli.supervisor.supervisor import Supervisor
 from tests.support.answers import Answer, Json
 from tests.support.board import Board
+from tests.support.prompts import Encode
 from tests.support.served import client_of, free_port, serving
 from tests.support.tiny_llama import write_tiny_llama
+from tests.support.undisturbed import greedy_bodies, run_quietly
 
 pytestmark = pytest.mark.e2e
 
 CHAT = "/v1/chat/completions"
+PATH = "/v1/completions"
 START_SECONDS = 120.0
 
 
@@ -214,3 +219,78 @@ async def test_a_burst_brings_a_worker_within_the_budget_and_quiet_takes_it_away
         assert most == 3
         served.interrupt()
         assert await served.ended() == 0
+
+
+EXTRA = "extra-decode-0"
+NUM_LONG, LONG_TOKENS, LONG_LENGTHS = 4, 1000, (40, 130, 70, 100)
+BURST_TOKENS = 8
+HOT: Json = {"temperature": 1, "top_p": 0.9, "ignore_eos": True, "max_tokens": BURST_TOKENS}
+"""Such a draw sorts the vocabulary and costs as much as many greedy ones."""
+SLOW_DOWN = 30.0
+DECODE_SLA = 900.0
+"""Milliseconds: some steps with the greedy streams alone, and a part of one step of the burst."""
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+async def test_load_that_falls_stops_the_decode_worker_that_it_brought_and_keeps_its_kv(
+    tmp_path: Path, model_folder: Path, encode: Encode
+) -> None:
+    write_tiny_llama(tmp_path / "tiny", model_folder)
+    values: Json = {"model": str(tmp_path / "tiny"), "dtype": "float32"}
+    bodies = greedy_bodies(encode, LONG_LENGTHS, LONG_TOKENS, first=300_000)
+    async with serving({**values, "combined": True}) as served, client_of(served) as client:
+        quiet = await run_quietly(client.ask, bodies)
+
+    values = {**values, "max_workers": 3, "slow_down": SLOW_DOWN, "decode_sla": DECODE_SLA}
+    sizes: set[int] = set()
+    async with serving(values) as served, client_of(served) as client:
+
+        def names(report: StatusReport) -> list[str]:
+            sizes.add(len(report.workers))
+            return sorted(str(worker.id) for worker in report.workers)
+
+        async def burst(number: int) -> Answer:
+            return await client.ask(PATH, {**HOT, "prompt": f"{number} and", "seed": number})
+
+        async with asyncio.TaskGroup() as tasks:
+            asked = [tasks.create_task(burst(number)) for number in range(NUM_BURST)]
+            await served.wait_until(
+                "a second decode worker",
+                lambda report: names(report) == ["decode-0", EXTRA, "prefill-0"],
+                deadline_seconds=150,
+            )
+            # They begin while both decode workers are busy, and decode on when the load has gone.
+            streams = [
+                tasks.create_task(client.ask(PATH, {**request.body, "stream": True}))
+                for request in quiet
+            ]
+            await served.wait_until(
+                "two workers",
+                lambda report: names(report) == ["decode-0", "prefill-0"],
+                deadline_seconds=200,
+            )
+        assert {task.result().choices[0].finish_reason for task in asked} == {"length"}
+        answers = [task.result() for task in streams]
+        differences = [one.compare(answer) for one, answer in zip(quiet, answers, strict=True)]
+        assert differences == [None] * NUM_LONG
+        assert max(sizes) == 3
+        assert f"stopping {EXTRA}: load is low" in served.output
+        moved = [_moves(explain(served.settings.log_dir, a.request_id)) for a in answers]
+        print(f"moved on the way down: {moved}")
+        assert any(moved), "no stream decoded on the worker that was stopped"
+        assert all(num_bytes > 0 for moves in moved for num_bytes in moves)
+        served.interrupt()
+        assert await served.ended() == 0
+
+
+def _moves(found: Explanation) -> list[int]:
+    """Return the bytes of each move of a request off the extra worker; it was computed once."""
+    names = [phase.name for phase in found.phases]
+    assert names.count("prefill") == 1, names
+    assert "resume" not in names, names
+    moves = [d for d in found.decisions if d.event == "migration_started"]
+    assert {dict(move.inputs)["source"] for move in moves} <= {EXTRA}
+    assert {move.reason for move in moves} <= {"drain"}
+    assert names.count("migration") == len(moves)
+    return [p.num_bytes for p in found.phases if p.name == "transfer" and p.worker == EXTRA]
