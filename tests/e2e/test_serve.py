@@ -89,6 +89,7 @@ async def test_a_session_from_the_ready_line_to_ctrl_c(model_folder: Path) -> No
             f"url        {served.url}/v1",
             "processes  controller, prefill-0, decode-0, gateway-0",
             "transport  auto (shared memory",
+            "store      none",
             f"logs       {served.settings.log_dir}",
         ):
             assert told in served.output

@@ -19,9 +19,9 @@ pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="session")]
 
 BLOCK_SIZE = 64
 NUM_TURNS = 4
-NUM_OBSERVED = 150
+NUM_OBSERVED = 100
 """Tokens that each turn adds before it asks for the next action."""
-NUM_DRAWN = 24
+NUM_DRAWN = 12
 TIE = 1e-3
 """The two best logits so close may be drawn in either order."""
 MAX_TIES = 1
