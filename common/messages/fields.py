@@ -81,7 +81,8 @@ class WorkerLoad:
     num_swapped: Count = 0
     """Sequences whose KV lies in host memory until there is room again."""
     uncomputed_tokens: Count
-    """Prompt tokens of waiting and running requests not computed yet."""
+    """Prompt tokens of waiting and running requests that are still to be computed: not those that
+    are cached, or are to be copied or loaded."""
     num_steps: Count
     """Engine steps since the start: the sign of progress that health reads."""
     read_queue_tokens: Count = 0
@@ -227,6 +228,23 @@ class NcclPoolHandle:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRUCT)
+class RdmaPoolHandle:
+    """How a peer anywhere has a KV pool written by its owner, who reads the peer's memory.
+
+    The listener is the one to which the peer says what may be read. ``secret`` opens streams to it
+    and travels on the handoff channel alone.
+    """
+
+    kind: Literal["rdma"]
+    host: Name
+    port: Annotated[int, Field(strict=True, ge=1, le=65535)]
+    secret: Annotated[bytes, Field(strict=True, min_length=32, max_length=32)] = field(repr=False)
+    num_blocks: Count
+    block_bytes: Count
+    num_bytes: Count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRUCT)
 class RanksPoolHandle:
     """How a peer on the same host opens the KV pools of all tensor-parallel ranks of a worker.
 
@@ -245,7 +263,12 @@ class RanksPoolHandle:
 
 
 ExportedPool = Annotated[
-    PoolHandle | CudaPoolHandle | RanksPoolHandle | NcclPoolHandle | TcpPoolHandle,
+    PoolHandle
+    | CudaPoolHandle
+    | RanksPoolHandle
+    | RdmaPoolHandle
+    | NcclPoolHandle
+    | TcpPoolHandle,
     Field(discriminator="kind"),
 ]
 """A pool as its owner offers it to a paired peer."""

@@ -93,10 +93,11 @@ class LocalScheduler:
 
     # ---- what comes from outside ---------------------------------------------------------------
 
-    def add(self, new: NewRequest, *, is_remote: bool, awaits_prefix: bool = False) -> list[Effect]:
+    def add(self, new: NewRequest, *, is_remote: bool, num_awaited_tokens: int = 0) -> list[Effect]:
         """Take a request in to prefill it; another worker decodes it when ``is_remote``.
 
-        With ``awaits_prefix`` later ones pass it by until ``prefix_arrived``.
+        Where its first ``num_awaited_tokens`` are to be copied or loaded, later requests pass it by
+        until ``prefix_arrived``.
         """
         request = LocalRequest(new, is_remote)
         if self._book.find(new.request_id) is not None:
@@ -111,7 +112,7 @@ class LocalScheduler:
             return [RequestBroke(new.request_id, new.gateway_id, ErrorCode.NO_ROOM, message)]
         request.sequences = [Sequence(request, new.params.first_choice, f"{new.request_id}/0")]
         self._book.enter(request)
-        self._prefill.add(request.lead, awaits_prefix=awaits_prefix)
+        self._prefill.add(request.lead, num_awaited_tokens=num_awaited_tokens)
         return []
 
     def prefix_arrived(self, request_id: RequestId) -> None:

@@ -1,9 +1,9 @@
 """The prefill half of the local scheduler: prompts, chunk by chunk. Pure.
 
-Theory of operation. A prompt waits its turn in ``waiting``, or in ``receiving`` while another
-worker copies a prefix of it here. It is admitted when there is room for all of it, then it stands
-in ``running`` until its last chunk is computed. A prompt that goes on elsewhere stays in
-``sending`` with its blocks until the decode side has them.
+Theory of operation. A prompt waits its turn in ``waiting``, or in ``receiving`` while a prefix of
+it is copied here from another worker or loaded from a store. It is admitted when there is room for
+all of it, then it stands in ``running`` until its last chunk is computed. A prompt that goes on
+elsewhere stays in ``sending`` with its blocks until the decode side has them.
 
 Prompts are computed in the order of their arrival, in chunks that end on block borders; one that
 gets less than it needs is the last of its step. Sequences that were preempted without a copy of
@@ -33,13 +33,15 @@ class PrefillScheduler:
         self.sending: list[Sequence] = []
         self._found_no_room = False
 
-    def add(self, sequence: Sequence, *, awaits_prefix: bool) -> None:
+    def add(self, sequence: Sequence, *, num_awaited_tokens: int) -> None:
         """Take a prompt in, as the newest."""
         sequence.request.arrival = self._num_arrivals
         self._num_arrivals += 1
-        if awaits_prefix:
+        if num_awaited_tokens:
+            sequence.num_expected = num_awaited_tokens
             self.receiving.append(sequence)
         else:
+            sequence.num_expected = self._held.num_cached(sequence)
             self.waiting.append(sequence)
 
     def prefix_arrived(self, sequence: Sequence) -> None:
@@ -47,15 +49,16 @@ class PrefillScheduler:
         if sequence not in self.receiving:
             return
         self.receiving.remove(sequence)
+        sequence.num_expected = self._held.num_cached(sequence)
         arrival = sequence.request.arrival
         place = sum(1 for other in self.waiting if other.request.arrival < arrival)
         self.waiting.insert(place, sequence)
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """Tokens of prompts here that are still to be computed."""
+        """Tokens of prompts here that are still to be computed, and not copied or loaded."""
         queues = (self.waiting, self.receiving, self.running)
-        return sum(sequence.num_uncomputed for queue in queues for sequence in queue)
+        return sum(sequence.num_to_compute for queue in queues for sequence in queue)
 
     @property
     def has_work(self) -> bool:
@@ -119,6 +122,7 @@ class PrefillScheduler:
 
     def _admit(self, sequence: Sequence) -> list[Effect]:
         self.running.append(sequence)
+        sequence.num_expected = 0
         request = sequence.request
         if request.has_drawn:
             return []

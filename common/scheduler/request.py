@@ -47,7 +47,8 @@ class Sequence:
     next ``num_planned`` are computed by the ``num_open_steps`` steps in flight. ``pending`` is the
     draw of these that comes last. ``unsent`` are drawn tokens that have not gone to the gateway
     yet. The first ``num_handed`` blocks were computed by another worker. While its K and V lie in
-    host memory, ``slots`` say where, and there are no blocks.
+    host memory, ``slots`` say where, and there are no blocks. While a prompt waits, its first
+    ``num_expected`` tokens are cached here, or are to come from another worker or a store.
 
     ``age`` orders decoding sequences: a preempted one that is back counts as new. ``last_planned``
     is the last step that was planned with it, and ``turn`` its rank when a step had too few rows.
@@ -63,6 +64,7 @@ class Sequence:
     num_computed: int = 0
     num_published: int = 0
     num_handed: int = 0
+    num_expected: int = 0
     block_table: tuple[int, ...] = ()
     num_open_steps: int = 0
     num_planned: int = 0
@@ -84,6 +86,11 @@ class Sequence:
     def num_uncomputed(self) -> int:
         """Tokens whose K and V are still to be computed; 1 while decoding."""
         return self.length - self.num_computed
+
+    @property
+    def num_to_compute(self) -> int:
+        """Tokens that are still to be computed here as far as is known: the last one always is."""
+        return min(self.num_uncomputed, max(1, self.length - self.num_expected))
 
     @property
     def is_in_step(self) -> bool:

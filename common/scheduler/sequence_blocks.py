@@ -39,6 +39,11 @@ class SequenceBlocks:
         counts = self._blocks.counts()
         return (counts.referenced + counts.in_transfer) / counts.total
 
+    def num_cached(self, sequence: Sequence) -> int:
+        """Return how many leading tokens ``acquire`` would find cached now."""
+        length = sequence.length
+        return self._blocks.match(sequence.tokens(0, length), length - 1)
+
     def acquire(self, sequence: Sequence) -> bool:
         """Give blocks to a sequence that computes all its tokens but those of a known prefix.
 

@@ -122,10 +122,10 @@ class PrefixCopies:
 
     # ---- the worker that waits for one -----------------------------------------------------------
 
-    def await_prefix(self, order: PlaceRequest, prompt: Sequence[int], now: float) -> bool:
-        """Return whether a new request is to wait for a part of its prompt; not where it is here.
+    def await_prefix(self, order: PlaceRequest, prompt: Sequence[int], now: float) -> int:
+        """Return for how many leading tokens of its prompt a new request is to wait.
 
-        Its load begins now. A copy may have come before the request.
+        0 where they are here already. Its load begins now. A copy may have come before the request.
         """
         request_id = order.request_id
         # The last token of a prompt is always computed, and with it its block.
@@ -134,11 +134,11 @@ class PrefixCopies:
             request_id, prompt[:num_stored], lambda came: self._loaded(request_id, came)
         ):
             self._load_until[request_id] = now + MAX_WAIT_SECONDS
-            return True
+            return num_stored
         if order.num_prefix_tokens <= self._blocks.match(prompt, order.num_prefix_tokens):
-            return False
+            return 0
         self._wait_until[request_id] = now + MAX_WAIT_SECONDS
-        return True
+        return order.num_prefix_tokens
 
     def _loaded(self, request_id: RequestId, came: PrefixLoaded) -> None:
         """The store's part of a prefix is here, or will not come."""

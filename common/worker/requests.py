@@ -121,7 +121,7 @@ class WorkerRequests:
         now = monotonic()
         self._routes[request_id] = Route(order.decode, now)
         self._ledger.received(request_id, order.params.choices, order.queued_seconds, now)
-        awaits_prefix = self.prefixes.await_prefix(order, prompt, now)
+        num_awaited = self.prefixes.await_prefix(order, prompt, now)
         self._emitter.open(order.gateway_id, order.tokens_endpoint)
         log.info(
             "request_received",
@@ -132,7 +132,7 @@ class WorkerRequests:
             num_stored_tokens=order.num_stored_tokens,
         )
         new = NewRequest(request_id, order.gateway_id, order.tokens_endpoint, order.params, prompt)
-        self.execute(self._scheduler.add(new, is_remote=is_remote, awaits_prefix=awaits_prefix))
+        self.execute(self._scheduler.add(new, is_remote=is_remote, num_awaited_tokens=num_awaited))
 
     def place_decode(self, order: PlaceDecode) -> None:
         """Let another worker, or this one, decode what was refused elsewhere."""

@@ -78,7 +78,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_choices=st.integers(1, 3),
         max_tokens=st.integers(1, 12),
         is_remote=st.booleans(),
-        awaits_prefix=st.booleans(),
+        num_awaited=st.sampled_from([0, 4, 40]),
     )
     def add(
         self,
@@ -87,7 +87,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_choices: int,
         max_tokens: int,
         is_remote: bool,
-        awaits_prefix: bool,
+        num_awaited: int,
     ) -> None:
         name = self.new_name()
         self.names.append(name)
@@ -96,10 +96,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         if is_remote and max_tokens > 1:
             self.remote.add(name)
-        if awaits_prefix:
+        if num_awaited:
             self.awaiting.add(name)
         self.bench.take(
-            self.scheduler.add(request, is_remote=name in self.remote, awaits_prefix=awaits_prefix)
+            self.scheduler.add(
+                request, is_remote=name in self.remote, num_awaited_tokens=num_awaited
+            )
         )
 
     @precondition(lambda self: self.awaiting)
@@ -393,7 +395,7 @@ def steps_of(machine: SchedulerMachine, rng: random.Random) -> list[Callable[[],
                 rng.randrange(1, 4),
                 rng.randrange(1, 13),
                 rng.random() < 0.4,
-                rng.random() < 0.15,
+                rng.choice([0, 0, 0, 0, 0, 4, 40]),
             )
         ] * 2
     if machine.reserved:

@@ -165,7 +165,9 @@ async def test_two_requests_read_a_prefix_that_they_share_once(tmp_path: Path) -
             played.place(request=request)
         await store.reads.arrived(1)
         await played.cluster.orders_taken("reader")
-        assert reader.hybrid.heartbeat().load.read_queue_tokens == 2 * NUM_LOADED
+        load = reader.hybrid.heartbeat().load
+        assert load.read_queue_tokens == 2 * NUM_LOADED
+        assert load.uncomputed_tokens == 2 * (len(PROMPT) - NUM_LOADED), "reads are not computed"
         assert value(reader, "store_read_queue_tokens") == 2 * NUM_LOADED
         store.reads.open()
         for request in ("a", "b"):

@@ -177,14 +177,14 @@ def test_thresholds_are_the_workers_own() -> None:
 
 def test_a_prompt_that_waits_for_a_prefix_is_passed_by() -> None:
     bench = Bench(budget=32)
-    bench.scheduler.add(new_request("a", prompt(8)), is_remote=False, awaits_prefix=True)
+    bench.scheduler.add(new_request("a", prompt(8)), is_remote=False, num_awaited_tokens=4)
     bench.add(new_request("b", prompt(8, 1)))
     plan, effects = bench.plan()
     assert effects == [PrefillStarted(RequestId("b"), 0)]
     assert plan is not None
     bench.finish(plan)
     load = bench.scheduler.load(num_sending=0, num_receiving=0)
-    assert (load.num_waiting, load.uncomputed_tokens) == (1, 8)
+    assert (load.num_waiting, load.uncomputed_tokens) == (1, 8 - 4)
     bench.run()
     assert ("a", 0) not in bench.streams
 
@@ -194,7 +194,7 @@ def test_a_prompt_whose_prefix_arrived_takes_its_place_in_the_order_of_arrival()
     bench.add(new_request("x", prompt(8, 9), max_tokens=1))
     for name, kind in (("a", 1), ("b", 2)):
         bench.scheduler.add(
-            new_request(name, prompt(8, kind), max_tokens=1), is_remote=False, awaits_prefix=True
+            new_request(name, prompt(8, kind), max_tokens=1), is_remote=False, num_awaited_tokens=4
         )
     bench.add(new_request("c", prompt(8, 3), max_tokens=1))
     for name in ("b", "a", "a", "c", "unknown"):
@@ -205,7 +205,7 @@ def test_a_prompt_whose_prefix_arrived_takes_its_place_in_the_order_of_arrival()
 
 def test_a_prefix_that_arrived_is_found() -> None:
     bench = Bench(budget=32)
-    bench.scheduler.add(new_request("a", prompt(12)), is_remote=False, awaits_prefix=True)
+    bench.scheduler.add(new_request("a", prompt(12)), is_remote=False, num_awaited_tokens=8)
     bench.add(new_request("donor", prompt(12), max_tokens=1))
     bench.run()
     bench.scheduler.prefix_arrived(RequestId("a"))
@@ -217,9 +217,40 @@ def test_a_prefix_that_arrived_is_found() -> None:
     assert bench.violations == []
 
 
+def uncomputed(bench: Bench) -> int:
+    return bench.scheduler.load(num_sending=0, num_receiving=0).uncomputed_tokens
+
+
+def test_tokens_that_come_from_elsewhere_do_not_count_as_work() -> None:
+    bench = Bench(budget=32)
+    bench.scheduler.add(new_request("a", prompt(12)), is_remote=False, num_awaited_tokens=8)
+    bench.scheduler.add(new_request("all", prompt(8, 1)), is_remote=False, num_awaited_tokens=8)
+    assert uncomputed(bench) == 4 + 1
+    bench.add(new_request("donor", prompt(12), max_tokens=1))
+    bench.run()
+    bench.scheduler.prefix_arrived(RequestId("a"))
+    assert uncomputed(bench) == 4 + 1, "it waits for its turn, and what came is cached"
+    bench.scheduler.prefix_arrived(RequestId("all"))
+    assert uncomputed(bench) == 4 + 8, "nothing came, so all of it is computed"
+
+
+def test_a_cached_prefix_of_a_prompt_that_waits_does_not_count_as_work() -> None:
+    bench = Bench(budget=32)
+    bench.add(new_request("donor", prompt(12), max_tokens=1))
+    bench.run()
+    bench.add(new_request("a", prompt(20)))
+    assert uncomputed(bench) == 20 - 12
+    bench.blocks.clear_cache()
+    plan, _ = bench.plan()
+    assert plan is not None
+    assert uncomputed(bench) == 20, "it was admitted without what had been cached"
+    bench.finish(plan)
+    assert uncomputed(bench) == 0
+
+
 def test_a_prompt_that_waits_for_a_prefix_is_cancelled_at_once() -> None:
     bench = Bench()
-    bench.scheduler.add(new_request("a", prompt(8)), is_remote=False, awaits_prefix=True)
+    bench.scheduler.add(new_request("a", prompt(8)), is_remote=False, num_awaited_tokens=4)
     bench.cancel("a")
     bench.scheduler.prefix_arrived(RequestId("a"))
     assert bench.plan() == (None, [])
