@@ -146,6 +146,7 @@ async def test_kills_of_workers_are_felt_by_no_client_and_leak_nothing(
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(1800)
 async def test_20_kills_of_workers_are_felt_by_no_client_and_leak_nothing(
     model_folder: Path, encode: Encode
 ) -> None:

@@ -156,6 +156,7 @@ async def test_streams_of_killed_workers_end_as_if_nothing_had_been(
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("role", LENGTHS)
 async def test_streams_of_20_killed_workers_end_as_if_nothing_had_been(
     model_folder: Path, encode: Encode, role: str
