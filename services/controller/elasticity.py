@@ -13,7 +13,7 @@ from common.messages.fields import Role, WorkerState
 from services.controller.effects import Answer, Effect, Fact, Note, PeerKey, Send
 from services.controller.limits import ControllerLimits
 from services.controller.members import Members, WorkerRecord
-from services.controller.policy.estimates import decode_score, prefill_score
+from services.controller.policy.estimates import prefill_score, shared_decode_score
 from services.controller.policy.roles import Help, RolePlanner, Switch, Unhelp
 from services.controller.policy.scaling import Fleet, Grow, ScalingPlanner, Shrink
 from services.controller.policy.scenario import ScenarioMachine
@@ -101,7 +101,7 @@ class Elasticity:
         self._machine.observe(
             [prefill_score(w, share, objectives) for w in prefills if w.is_measured],
             [
-                decode_score(w, objectives)
+                shared_decode_score(w, objectives)
                 for w in ready
                 if w.role is not Role.PREFILL and w.is_measured
             ],

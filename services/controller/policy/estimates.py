@@ -8,7 +8,7 @@ The load scores follow FlowKV as laid out for this project (papers 1.6.4):
 Utilisation is the share of the next step that waiting prompts would fill.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from services.controller.policy.views import WorkerView
 
@@ -43,6 +43,15 @@ def decode_score(view: WorkerView, objectives: Objectives) -> float:
     slow = view.decode_step_seconds / objectives.tpot_seconds if view.num_decoding else 0.0
     batch = view.num_decoding / max(1, view.max_num_seqs)
     return 0.5 * slow + 0.4 * view.used_share + 0.1 * batch
+
+
+def shared_decode_score(view: WorkerView, objectives: Objectives) -> float:
+    """Load of a worker's decode half that other workers could take a part of.
+
+    One sequence alone is as slow as its worker is: were there more workers, it would be so still.
+    """
+    alone = view if view.num_decoding > 1 else replace(view, decode_step_seconds=0.0)
+    return decode_score(alone, objectives)
 
 
 def decode_weight(view: WorkerView, score: float, objectives: Objectives) -> float:

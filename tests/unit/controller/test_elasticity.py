@@ -47,6 +47,7 @@ class Load:
         self.cluster = pair_cluster(num_prefill, num_decode, limits=AUTO)
         self.is_prefill_busy = False
         self.is_decode_busy = False
+        self.num_decoding = 60
         self.prefill_rates = MEASURED
         self.running: tuple[str, ...] = ()
         self.draining: set[str] = set()
@@ -82,7 +83,10 @@ class Load:
         if not self.is_decode_busy:
             return heartbeat(measured=MEASURED, is_draining=is_draining)
         return heartbeat(
-            kv(referenced=60), num_decoding=60, measured=SLOW_STEPS, is_draining=is_draining
+            kv(referenced=60),
+            num_decoding=self.num_decoding,
+            measured=SLOW_STEPS,
+            is_draining=is_draining,
         )
 
 
@@ -127,6 +131,15 @@ def test_an_idle_prefill_worker_helps_though_it_never_had_a_prompt_to_be_measure
     effects = load.rounds(12)
     assert "scenario_changed" in notes(effects)
     assert directives(effects)[0] == ("p0", Mode.DECODE_LED)
+
+
+def test_one_slow_decode_a_worker_makes_nobody_help_or_change_its_role() -> None:
+    load = Load(num_prefill=2)
+    load.is_decode_busy = True
+    load.num_decoding = 1
+    effects = load.seconds(60)
+    assert directives(effects) == []
+    assert only(effects, SwitchRole) == []
 
 
 def test_queued_prompts_count_as_prefill_load() -> None:

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from services.controller.policy.estimates import (
@@ -8,6 +10,7 @@ from services.controller.policy.estimates import (
     decode_weight,
     link_rate,
     prefill_score,
+    shared_decode_score,
 )
 from services.controller.policy.views import WorkerView
 from tests.unit.controller.policy.builders import C, D, P, worker
@@ -40,6 +43,14 @@ def test_a_slow_decode_side_weighs_a_little_more() -> None:
     assert decode_weight(slow, 0.3, OBJECTIVES) == pytest.approx(1.3 + 0.1 * 0.2)
     assert decode_weight(worker("d2", D, decode_rate=1.0), 0.3, OBJECTIVES) == pytest.approx(1.4)
     assert decode_weight(worker("d3", D, decode_rate=0.0), 0.3, OBJECTIVES) == pytest.approx(1.3)
+
+
+def test_a_sequence_alone_is_no_load_that_others_could_share_however_slow_it_is() -> None:
+    alone = worker("d", D, step=0.2, decoding=1, used=100)
+    assert decode_score(alone, OBJECTIVES) > 1
+    assert shared_decode_score(alone, OBJECTIVES) < 0.1
+    two = replace(alone, num_decoding=2)
+    assert shared_decode_score(two, OBJECTIVES) == decode_score(two, OBJECTIVES)
 
 
 def test_a_link_has_its_measured_rate_or_the_default() -> None:
