@@ -68,11 +68,12 @@ class ClusterSettings(BaseModel):
         "over TCP.",
     )
     transport: Literal[
-        "auto", "shm", "tcp", "cuda_ipc", "nccl", "ranks", "layerwise", "gather_buffer"
+        "auto", "shm", "tcp", "cuda_ipc", "nccl", "rdma", "ranks", "layerwise", "gather_buffer"
     ] = Field(
         "auto",
         description="How KV moves between workers; auto takes the best that both sides offer. "
-        "layerwise and gather_buffer are what cuda_ipc is compared with.",
+        "rdma needs NIXL (`pip install 'flowpath[rdma]'`). layerwise and gather_buffer are what "
+        "cuda_ipc is compared with.",
     )
     heartbeat_seconds: float = Field(
         0.2, ge=0.01, le=60, description="Time between heartbeats to the controller."

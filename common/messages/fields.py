@@ -263,12 +263,7 @@ class RanksPoolHandle:
 
 
 ExportedPool = Annotated[
-    PoolHandle
-    | CudaPoolHandle
-    | RanksPoolHandle
-    | RdmaPoolHandle
-    | NcclPoolHandle
-    | TcpPoolHandle,
+    PoolHandle | CudaPoolHandle | RanksPoolHandle | RdmaPoolHandle | NcclPoolHandle | TcpPoolHandle,
     Field(discriminator="kind"),
 ]
 """A pool as its owner offers it to a paired peer."""

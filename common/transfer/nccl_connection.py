@@ -9,7 +9,7 @@ import numpy as np
 from common.errors import RemoteProtocolError, TransferError
 from common.messages.fields import NcclPoolHandle
 from common.transfer.nccl_driver import SENDER, Communicator, NcclDriver, Piece
-from common.transfer.nccl_pace import Pace, Progress, hand_over, has_settled
+from common.transfer.nccl_pace import Progress, hand_over, has_settled
 from common.transfer.nccl_wire import (
     ANSWER_BYTES,
     DONE,
@@ -22,6 +22,7 @@ from common.transfer.nccl_wire import (
     parse_answer,
     to_groups,
 )
+from common.transfer.pace import Pace
 from common.transfer.tcp_stream import open_stream
 from common.transfer.tcp_wire import GRANT_ID_BYTES, NO_GRANT, Extents
 

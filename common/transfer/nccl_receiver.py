@@ -18,7 +18,7 @@ from common.transfer.nccl_driver import (
     Piece,
 )
 from common.transfer.nccl_limit import CommunicatorLimit
-from common.transfer.nccl_pace import Pace, Progress, hand_over, has_settled
+from common.transfer.nccl_pace import Progress, hand_over, has_settled
 from common.transfer.nccl_wire import (
     DONE,
     GO,
@@ -33,6 +33,7 @@ from common.transfer.nccl_wire import (
     payload_bytes,
     to_groups,
 )
+from common.transfer.pace import Pace
 from common.transfer.tcp_grants import Session, WriteGrants
 from common.transfer.tcp_socket import DataSocket
 from common.transfer.tcp_wire import (

@@ -7,13 +7,16 @@ from dataclasses import dataclass
 
 from common.messages.fields import PeerInfo
 
-PREFERENCE = ("local", "cuda_ipc", "shm", "ranks", "nccl", "tcp")
-"""The transports that a worker may offer by itself, best first."""
+PREFERENCE = ("local", "cuda_ipc", "shm", "ranks", "rdma", "nccl", "tcp")
+"""The transports that a worker may offer by itself, best first.
+
+Within a host memory is mapped where it can be. Between hosts adapters come first where both sides
+have them: they take no processor of either side, and no multiprocessors as ``nccl`` does."""
 COMPARISONS = ("layerwise", "gather_buffer")
 """Transports that are there to be measured: a worker offers one only when it is told to."""
 TRANSPORTS = (*PREFERENCE, *COMPARISONS)
 """Every transport; each has its rule in ``_why_not``."""
-NETWORKED = ("nccl", "tcp")
+NETWORKED = ("rdma", "nccl", "tcp")
 """The transports that join workers of different hosts."""
 
 
@@ -40,9 +43,10 @@ def select_transport(
 ) -> TransportChosen | TransportRefused:
     """Choose the best transport that both sides report and that can join them.
 
-    ``local`` joins a worker with itself (same host, process and epoch), ``nccl`` and ``tcp`` any
-    two, all others two workers of one host. A ``forced`` transport is honoured or refused, never
-    replaced. What a worker does not offer (a pool on a GPU no shared memory) is never chosen.
+    ``local`` joins a worker with itself (same host, process and epoch), ``rdma``, ``nccl`` and
+    ``tcp`` any two, all others two workers of one host. A ``forced`` transport is honoured or
+    refused, never replaced. What a worker does not offer (a pool on a GPU no shared memory) is
+    never chosen.
     """
     names = TRANSPORTS if forced is None else (forced,)
     objections: list[str] = []

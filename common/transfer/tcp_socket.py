@@ -6,6 +6,7 @@ slow link may take long, a link on which no byte moves for ``stall_seconds`` is 
 """
 
 import fcntl
+import select
 import socket
 import struct
 import termios
@@ -102,6 +103,12 @@ class DataSocket:
         if not data:
             raise TransferError("the peer closed it")
         return False
+
+    def has_word(self, wait_seconds: float) -> bool:
+        """Wait, not for long, until something has come, also the end; return whether it has."""
+        poll = select.poll()
+        poll.register(self._sock, select.POLLIN)
+        return bool(poll.poll(wait_seconds * 1e3))
 
     def cut(self) -> None:
         """End every wait of the socket at once, in any thread."""

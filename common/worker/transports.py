@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+import structlog
+
 from common.errors import ConfigError
 from common.kv.device_pool import DevicePool
 from common.kv.layout import KVLayout
@@ -22,10 +24,17 @@ from common.transfer.host_staged import StagedTcpBackend
 from common.transfer.nccl_cuda import open_nccl
 from common.transfer.ranks import RankedPool
 from common.transfer.ranks_transport import RANKS, as_ranked, open_ranks
+from common.transfer.rdma import RDMA
+from common.transfer.rdma_export import open_rdma
+from common.transfer.rdma_memory import RdmaMemory
+from common.transfer.rdma_nixl import NixlLibrary, is_nixl_installed
+from common.transfer.rdma_ports import fastest_port_rate
 from common.transfer.selection import TRANSPORTS
 from common.transfer.shm import MemoryExport, ShmBackend
 from common.transfer.tcp import TcpBackend
 from common.transfer.tcp_export import TcpExport
+
+log = structlog.get_logger()
 
 STALLS_PER_LEASE = 3
 """A write's data and its confirmation may stall one after the other, all within the lease."""
@@ -64,10 +73,10 @@ def open_transports(
 ) -> Transports:
     """Open the chosen transport, or with ``auto`` every one that makes sense for the pool's memory.
 
-    ``tcp`` and ``nccl`` listen on ``host``, or on loopback where that is empty. Where peers can
-    only be on this host, ``auto`` opens no listener. ``layerwise`` and ``ranks`` need ``layout``,
-    the whole model's. ConfigError when the address cannot be used, or the transport does not fit
-    the pool.
+    ``tcp``, ``nccl`` and ``rdma`` listen on ``host``, or on loopback where that is empty. Where
+    peers can only be on this host, ``auto`` opens no listener; ``rdma`` it opens where NIXL and an
+    active adapter are. ``layerwise`` and ``ranks`` need ``layout``, the whole model's. ConfigError
+    when the address cannot be used, or the transport does not fit the pool or is not installed.
     """
     opened: dict[str, Both] = {}
     if isinstance(pool, DevicePool):
@@ -76,6 +85,8 @@ def open_transports(
         opened = _on_host(pool, lease_seconds / STALLS_PER_LEASE, choice, host)
     elif not isinstance(pool, RankedPool):
         raise ConfigError(f"no transport moves a {type(pool).__name__}")
+    if isinstance(pool, DevicePool | KVPool):
+        opened |= _over_rdma(pool, lease_seconds / STALLS_PER_LEASE, choice, host)
     if choice in (AUTO, RANKS) and layout is not None:
         ranked = as_ranked(pool, layout)
         if ranked is not None:
@@ -122,3 +133,20 @@ def _on_device(
             raise ConfigError(f"transport {choice} needs the pool's layout")
         opened[choice] = CudaIpcExport(pool, name=choice), layerwise_backend(pool, layout)
     return opened
+
+
+def _over_rdma(
+    pool: DevicePool | KVPool, stall_seconds: float, choice: str, host: str
+) -> dict[str, Both]:
+    is_wanted = choice == AUTO and host and is_nixl_installed() and fastest_port_rate() > 0
+    if choice != RDMA and not is_wanted:
+        return {}
+    try:
+        memory = RdmaMemory.of_pool(pool)
+        both = open_rdma(pool, NixlLibrary(memory), memory, stall_seconds, host=host or LOOPBACK)
+    except ConfigError as error:
+        if choice == RDMA:
+            raise
+        log.warning("transport_not_offered", transport=RDMA, reason=str(error))
+        return {}
+    return {RDMA: both}

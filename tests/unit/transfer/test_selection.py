@@ -7,6 +7,7 @@ from common.messages.fields import PeerInfo, Role
 from common.transfer.cuda_ipc import CUDA_IPC, GATHER_BUFFER, LAYERWISE
 from common.transfer.local import LocalBackend
 from common.transfer.ranks_transport import RANKS
+from common.transfer.rdma import RDMA
 from common.transfer.selection import (
     COMPARISONS,
     PREFERENCE,
@@ -32,7 +33,7 @@ PEER = replace(OWN, worker_id=WorkerId("decode-0"), epoch=Epoch(2), role=Role.DE
 
 
 def test_every_transport_has_a_backend_and_a_place_in_the_order() -> None:
-    names = (LocalBackend.name, CUDA_IPC, ShmBackend.name, RANKS, "nccl", TcpBackend.name)
+    names = (LocalBackend.name, CUDA_IPC, ShmBackend.name, RANKS, RDMA, "nccl", TcpBackend.name)
     assert names == PREFERENCE
     assert COMPARISONS == (LAYERWISE, GATHER_BUFFER)
 
@@ -76,6 +77,19 @@ def test_workers_with_pools_on_gpus_map_each_others_memory_within_a_host() -> No
     far = select_transport(own, replace(peer, host="beta"))
     assert isinstance(far, TransportChosen)
     assert far.name == "nccl"
+
+
+def test_adapters_join_two_hosts_where_both_have_them_and_nothing_within_one() -> None:
+    own, peer = (replace(side, transports=("shm", "rdma", "nccl", "tcp")) for side in (OWN, PEER))
+    near = select_transport(own, peer)
+    assert isinstance(near, TransportChosen)
+    assert near.name == "shm"
+    far = select_transport(own, replace(peer, host="beta"))
+    assert isinstance(far, TransportChosen)
+    assert far.name == "rdma"
+    without = select_transport(own, replace(peer, host="beta", transports=("shm", "tcp")))
+    assert isinstance(without, TransportChosen)
+    assert without.name == "tcp"
 
 
 def test_a_pool_on_a_gpu_and_one_on_the_host_meet_where_both_offer_the_same() -> None:
@@ -131,9 +145,11 @@ def test_a_forced_transport_is_used_even_where_a_better_one_exists() -> None:
     [
         ("local", "local: the workers are different processes"),
         (
-            "rdma",
-            "rdma: unknown; there are local, cuda_ipc, shm, ranks, nccl, tcp, layerwise, "
-            "gather_buffer",
+            "pigeon",
+            (
+                "pigeon: unknown; there are local, cuda_ipc, shm, ranks, rdma, nccl, tcp,"
+                " layerwise, gather_buffer"
+            ),
         ),
     ],
 )
