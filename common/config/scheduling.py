@@ -39,6 +39,14 @@ class SchedulingSettings(BaseModel):
         description="Milliseconds between two tokens beyond which a worker lets decode lead its "
         "steps.",
     )
+    compute_quota: float = Field(
+        0.0,
+        ge=0,
+        le=1e6,
+        description="Most milliseconds that the prompts of one step may take, as predicted from "
+        "earlier steps by their tokens and what these attend to; 0 is no bound but "
+        "max_num_batched_tokens.",
+    )
     ttft_slo_seconds: float = Field(
         2.0,
         gt=0,

@@ -35,6 +35,7 @@ from common.kv.blocks import BlockManager, PublishedBlocks
 from common.messages.fields import Mode, WorkerLoad, WorkerRates
 from common.messages.handoff import FirstToken
 from common.sampling import FinishReason
+from common.scheduler.compute_quota import ComputeQuota
 from common.scheduler.decode import DecodeScheduler
 from common.scheduler.effects import Effect, RequestBroke
 from common.scheduler.migration import Migration, migration_of
@@ -82,6 +83,7 @@ class LocalScheduler:
         self._book = RequestBook(self._held, self._prefill, self._decode)
         self._modes = ModeMachine(triggers)
         self._rates = StepRates(limits.block_size, limits.min_chunk)
+        self._quota = ComputeQuota(limits.quota_seconds, limits.block_size)
         self._open_steps: deque[StepPlan] = deque()
         self._num_planned = 0
         self.num_steps = 0
@@ -229,10 +231,16 @@ class LocalScheduler:
     def note_step(self, seconds: float, plan: StepPlan) -> None:
         """Learn from a finished step, which took ``seconds`` since the one before it ended."""
         self._rates.note(seconds, plan)
+        self._quota.note(seconds, plan)
 
     def rates(self) -> WorkerRates:
         """Return how fast the worker was of late; 0 where nothing was measured."""
         return self._rates.rates()
+
+    @property
+    def quota_error(self) -> float:
+        """Mean error of predicted times of late, as a share; 0 where prompts have no quota."""
+        return self._quota.error
 
     # ---- one step ------------------------------------------------------------------------------
 
@@ -245,7 +253,10 @@ class LocalScheduler:
             raise LocalProtocolError("two steps are open already")
         effects: list[Effect] = []
         draft = StepDraft(
-            self._num_planned, self._limits.max_num_batched_tokens, self._limits.max_num_seqs
+            self._num_planned,
+            self._limits.max_num_batched_tokens,
+            self._limits.max_num_seqs,
+            self._quota.allowance(),
         )
         ready = self._decode.ready()
         has_prompts = self._prefill.has_work or bool(self._decode.waiting)

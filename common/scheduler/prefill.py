@@ -6,7 +6,8 @@ all of it, then it stands in ``running`` until its last chunk is computed. A pro
 elsewhere stays in ``sending`` with its blocks until the decode side has them.
 
 Prompts are computed in the order of their arrival, in chunks that end on block borders; one that
-gets less than it needs is the last of its step. Sequences that were preempted without a copy of
+gets less than it needs is the last of its step. A quota of compute ends a step before its tokens do
+(``compute_quota``). Sequences that were preempted without a copy of
 their K and V come through here again: to compute them is the same work.
 """
 
@@ -14,6 +15,7 @@ from collections import deque
 from collections.abc import MutableSequence
 from collections.abc import Sequence as SequenceOf
 
+from common.scheduler.attention_cost import Chunk
 from common.scheduler.effects import Effect, PrefillStarted, PromptProgressed
 from common.scheduler.request import RequestPhase, Sequence
 from common.scheduler.sequence_blocks import SequenceBlocks
@@ -110,6 +112,8 @@ class PrefillScheduler:
                 is_bound = not queue[0].request.is_remote
                 if budget < 1 or draft.rows_left < 1 or (is_bound and max_new < 1):
                     return effects
+                if draft.allowance is not None and draft.allowance.is_spent:
+                    return effects
                 self._found_no_room = not self._held.acquire(queue[0])
                 if self._found_no_room:
                     return effects
@@ -136,13 +140,16 @@ class PrefillScheduler:
         start = sequence.num_computed + sequence.num_planned
         num_left = sequence.length - start
         num_tokens = min(num_left, budget)
+        if draft.allowance is not None:
+            num_tokens = draft.allowance.take(Chunk(start, num_tokens))
         is_last = num_tokens == num_left
         if not is_last:
             # End on a block border, so that whole blocks can leave while the next chunk computes;
             # a budget that reaches none is used all the same, or the prompt would starve.
             border = num_tokens - (start + num_tokens) % self._block_size
             num_tokens = border if border > 0 else num_tokens
-        draft.add(PlannedRow(sequence, start, num_tokens, is_last))
+        if num_tokens:
+            draft.add(PlannedRow(sequence, start, num_tokens, is_last))
         return budget - num_tokens if is_last else 0
 
     def progress(self, sequence: Sequence) -> list[Effect]:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from common.sampling import SampledToken
+from common.scheduler.quota import Allowance
 from common.scheduler.request import PendingDraw, Sequence
 
 
@@ -15,6 +16,8 @@ class SchedulerLimits:
     block_size: int
     growth_tokens: int
     """Room for output that an admission asks for beside the prompt."""
+    quota_seconds: float = 0.0
+    """Most that the prompts of a step may take, as predicted; 0 is no bound but the tokens."""
 
     @property
     def min_chunk(self) -> int:
@@ -56,11 +59,15 @@ class StepPlan:
 
 @dataclass(slots=True)
 class StepDraft:
-    """A step while it is being planned: what it holds so far and what still fits."""
+    """A step while it is being planned: what it holds so far and what still fits.
+
+    ``allowance`` bounds its prompts beside, where they have a quota.
+    """
 
     number: int
     tokens_left: int
     rows_left: int
+    allowance: Allowance | None = None
     rows: list[PlannedRow] = field(default_factory=list)
 
     @property

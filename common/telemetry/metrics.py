@@ -134,6 +134,12 @@ class WorkerMetrics:
             buckets=_TOKEN_BUCKETS,
             registry=registry,
         )
+        self.quota_error = Gauge(
+            "flowpath_compute_quota_error_ratio",
+            "How far predicted times of steps with prompts alone were off, of late, as a share of "
+            "the times; 0 without a compute_quota.",
+            registry=registry,
+        )
         self.preemptions = Counter(
             "flowpath_preemptions",
             "Sequences that gave their blocks up and are computed again.",

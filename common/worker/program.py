@@ -202,6 +202,7 @@ class _Incarnation:
             max_num_seqs=machine.max_num_seqs,
             block_size=settings.block_size,
             growth_tokens=GROWTH_BLOCKS * settings.block_size,
+            quota_seconds=settings.compute_quota / 1000,
         )
         own_pool = LocalBackend(machine.pool).open_peer(machine.pool.handle())
         worker = HybridWorker(

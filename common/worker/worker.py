@@ -273,6 +273,7 @@ class HybridWorker:
             totals=take_totals(self.metrics, self._clock),
         )
         take_heartbeat(self.metrics, beat)
+        self.metrics.quota_error.set(self._scheduler.quota_error)
         return beat
 
     # ---- the end ---------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from common.kv.blocks import Hold
 from common.messages.fields import Mode
 from common.messages.handoff import FirstToken
 from common.sampling import SampledToken
+from common.scheduler.attention_cost import Chunk
 from common.scheduler.effects import Effect, RequestBroke, RequestEnded, StopHandoff
 from common.scheduler.migration import Migration
 from common.scheduler.request import RequestPhase
@@ -38,6 +39,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_seqs=st.integers(1, 6),
         growth=st.integers(0, 9),
         num_slots=st.integers(0, 12),
+        quota_seconds=st.sampled_from([0.0, 0.0, 0.001, 0.012, 0.03]),
     )
     def start(
         self,
@@ -47,6 +49,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_seqs: int,
         growth: int,
         num_slots: int,
+        quota_seconds: float,
     ) -> None:
         self.bench = Bench(
             num_blocks=num_blocks,
@@ -57,6 +60,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             num_slots=num_slots,
             token_of=drawn,
             is_keeping=True,
+            quota_seconds=quota_seconds,
         )
         self.scheduler = self.bench.scheduler
         self.plans: list[StepPlan] = []
@@ -159,11 +163,22 @@ class SchedulerMachine(RuleBasedStateMachine):
         modes = {self.scheduler.mode}
         plan, effects = self.bench.plan()
         modes.add(self.scheduler.mode)
+        has_quota = self.scheduler._quota.allowance() is not None
         if plan is not None:
             self.plans.append(plan)
-        if num_sure is not None and Mode.DECODE_LED not in modes:
+            if has_quota:
+                self.look_at_the_quota(plan)
+        if num_sure is not None and Mode.DECODE_LED not in modes and not has_quota:
             self.look_for_idle_room(plan, num_sure)
         self.follow(effects)
+
+    def look_at_the_quota(self, plan: StepPlan) -> None:
+        """Prompts take no longer than they may, as predicted, but for one block of the first."""
+        chunks = [Chunk(row.start, row.num_tokens) for row in plan.rows if not row.is_decode]
+        seconds = sum(map(self.scheduler._quota.cost.seconds, chunks))
+        is_least = len(chunks) == 1 and chunks[0].num_tokens <= self.bench.block_size
+        most = self.scheduler._limits.quota_seconds * (1 + 1e-9)
+        assert seconds <= most or is_least, f"{chunks} take {seconds} s, not {most}"
 
     def num_sure_tokens(self) -> int | None:
         """Tokens that sequences with blocks can compute now; None where a decode lacks a block."""
@@ -443,6 +458,7 @@ def test_random_walks_of_the_scheduler_end_without_a_leak() -> None:
             rng.randrange(1, 7),
             rng.randrange(10),
             rng.choice([0, rng.randrange(12), 40]),
+            rng.choice([0.0, 0.0, 0.001, 0.012, 0.03]),
         )
         for _ in range(rng.randrange(10, 80)):
             rng.choice(steps_of(machine, rng) + moves_of(machine, rng))()

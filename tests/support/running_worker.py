@@ -71,6 +71,7 @@ class WorkerOptions:
     lease_seconds: float = 5.0
     max_num_batched_tokens: int = 32
     growth_tokens: int = 16
+    quota_seconds: float = 0.0
     transport: str = "shm"
     max_in_flight: int = 1
     num_host_blocks: int = 0
@@ -122,6 +123,7 @@ class RunningWorker:
             max_num_seqs=16,
             block_size=LAYOUT.block_size,
             growth_tokens=options.growth_tokens,
+            quota_seconds=options.quota_seconds,
         )
         own_pool = LocalBackend(self.pool).open_peer(self.pool.handle())
         self.hybrid = HybridWorker(

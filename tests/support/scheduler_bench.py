@@ -87,6 +87,7 @@ class Bench:
         triggers: Triggers = DEFAULT_TRIGGERS,
         token_of: TokenOf = token_of,
         is_keeping: bool = False,
+        quota_seconds: float = 0.0,
     ) -> None:
         self.block_size = block_size
         self.budget = budget
@@ -94,7 +95,7 @@ class Bench:
         self.blocks = BlockManager(num_blocks, block_size, 0, "model")
         self.scheduler = LocalScheduler(
             self.blocks,
-            SchedulerLimits(budget, max_seqs, block_size, growth),
+            SchedulerLimits(budget, max_seqs, block_size, growth, quota_seconds),
             SwapSpace(num_slots),
             triggers,
             is_keeping=is_keeping,

@@ -60,6 +60,18 @@ async def test_steps_tokens_and_the_time_in_the_queue_are_counted(tmp_path: Path
         assert value(prefill, "request_queue_time_seconds_sum") > 0
 
 
+async def test_what_a_quota_of_compute_predicts_is_compared_with_what_steps_take(
+    tmp_path: Path,
+) -> None:
+    async with harness(tmp_path) as cluster:
+        prefill, _ = await cluster.pair(prefill=WorkerOptions(quota_seconds=1e-6))
+        await run(cluster, "r")
+        prefill.hybrid.heartbeat()
+        # The first chunk of 32 tokens is learnt from, then a block is computed at a time.
+        assert value(prefill, "engine_step_tokens_count") == 1 + -(-(len(PROMPT) - 32) // 8)
+        assert value(prefill, "compute_quota_error_ratio") > 0
+
+
 async def test_a_repeated_prompt_hits_the_prefix_cache(tmp_path: Path) -> None:
     async with harness(tmp_path) as cluster:
         prefill, _ = await cluster.pair()

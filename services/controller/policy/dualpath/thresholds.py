@@ -30,7 +30,6 @@ class Horizons:
 
     read_seconds: float = 3.0
     compute_seconds: float = 5.0
-    quota_seconds: float = 0.3
     max_cell_engines: int = 64
 
 
@@ -40,7 +39,7 @@ PRESETS = {
     "large": Horizons(read_seconds=6.0, compute_seconds=10.0),
 }
 """By size of the cluster; medium is the paper's. Fewer engines are asked more often, so that less
-has to be given ahead; the quota is a property of the model and stays."""
+has to be given ahead."""
 
 
 @dataclass(frozen=True, slots=True)
