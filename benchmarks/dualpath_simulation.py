@@ -31,7 +31,6 @@ from services.controller.policy.dualpath.engines import (
     QueuedRequest,
     Side,
 )
-from services.controller.policy.dualpath.path import Path
 from services.controller.policy.dualpath.scheduler import DualPathScheduler
 from services.controller.policy.dualpath.thresholds import Thresholds
 
@@ -168,7 +167,7 @@ class DualPathChooser:
             for one in decisions.assigned:
                 assign(state.loads[one.engine], one.request)
             for placed in decisions.placed:
-                side = placed.decode if placed.path is Path.DECODE else placed.prefill
+                side = placed.decode if placed.reads is Side.DECODE else placed.prefill
                 reader = self._nodes[side]
                 choices.append(Choice(placed.request, placed.prefill, placed.decode, reader))
         return choices

@@ -61,7 +61,10 @@ NUM_BLOCKS = 16384
 FINGERPRINT = "0123456789abcdef"
 GATEWAY = "gateway-0"
 HOST = "host"
-POLICIES = ("round_robin", "random", "least_loaded", "power_of_two", "prefix_aware", "flowkv")
+POLICIES = (
+    *("round_robin", "random", "least_loaded", "power_of_two", "prefix_aware", "flowkv"),
+    "dualpath",
+)
 WORKERS = ((1, 1), (4, 8), (16, 32), (48, 96), (96, 192))
 INDEX_BLOCKS = (10_000, 100_000, 1_000_000)
 TARGETS = {8192: (2000, 2.0), 512: (5000, 1.0)}

@@ -21,6 +21,12 @@ class SchedulingSettings(BaseModel):
         description="How the controller places requests: flowkv, or dualpath for KV that is mostly "
         "read from a store; the others are for comparison.",
     )
+    dualpath_preset: Literal["small", "medium", "large"] = Field(
+        "medium",
+        description="How much work the policy dualpath gives a worker ahead: medium is 5 s of "
+        "computing, and 3 s of reads before other hosts are preferred; small half of it, large "
+        "twice.",
+    )
     roles: Literal["auto", "manual"] = Field(
         "auto",
         description="Whether load may let workers do the other role's work and change roles, or "

@@ -24,6 +24,11 @@ class StorageSettings(BaseModel):
         description="Which side reads stored KV: prefill workers, decode workers, or for each "
         "request the one whose queue of reads is shorter.",
     )
+    store_load: Literal["auto", "always"] = Field(
+        "auto",
+        description="Whether stored KV is loaded: auto, where measured rates make that the sooner "
+        "way, or always.",
+    )
     store_writes: bool = Field(
         default=True, description="Whether computed blocks are written to the store."
     )

@@ -74,7 +74,7 @@ class ControllerCore:
     """
 
     def __init__(self, limits: ControllerLimits, host: str, now: float) -> None:
-        policy = make_policy(limits.policy)
+        policy = make_policy(limits.policy, preset=limits.dualpath_preset)
         self.policy = policy.name
         self.started_at = now
         self.members = Members(host, Objectives(limits.ttft_seconds, limits.tpot_seconds))

@@ -207,7 +207,10 @@ class Dispatcher:
         prefill = self._members.workers[placement.prefill.key]
         decode = self._members.workers[placement.decode.key]
         holder = placement.copy_from and self._members.view().get(placement.copy_from)
-        loading = choose_path(placement, request, self._limits.store_read, holder or None)
+        limits = self._limits
+        loading = choose_path(
+            placement, request, limits.store_read, holder or None, limits.store_load
+        )
         source = _prefix_source(placement, loading)
         event = machine.Dispatched(prefill.key, decode.key, source)
         moved = self._book.step(record.request_id, event, cause, now)

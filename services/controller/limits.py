@@ -14,7 +14,8 @@ class ControllerLimits:
     ``refusal_seconds``; so long is a prompt kept. A request waits ``room_wait_seconds`` for a
     decode worker with room, and ``no_worker_wait_seconds`` where none is ready; so long it is
     queued, too, while no ready workers could serve it. ``ttft_seconds`` and ``tpot_seconds`` are
-    what load is measured against. ``store_read`` says which sides read from the store.
+    what load is measured against. ``store_read`` says which sides read from the store,
+    ``store_load`` whether that is weighed, ``dualpath_preset`` how far ahead ``dualpath`` looks.
     """
 
     heartbeat_seconds: float = 0.2
@@ -33,6 +34,8 @@ class ControllerLimits:
     ttft_seconds: float = 2.0
     tpot_seconds: float = 0.05
     store_read: Literal["dual", "prefill", "decode"] = "dual"
+    store_load: Literal["auto", "always"] = "auto"
+    dualpath_preset: Literal["small", "medium", "large"] = "medium"
 
     @classmethod
     def of(cls, settings: Settings) -> "ControllerLimits":
@@ -47,4 +50,6 @@ class ControllerLimits:
             ttft_seconds=settings.ttft_slo_seconds,
             tpot_seconds=settings.decode_sla / 1000,
             store_read=settings.store_read,
+            store_load=settings.store_load,
+            dualpath_preset=settings.dualpath_preset,
         )

@@ -11,8 +11,8 @@ from services.controller.policy.dualpath.decode_side import (
     assign_decodes,
     spread,
 )
-from services.controller.policy.dualpath.engines import EngineId, GroupId, QueuedRequest
-from services.controller.policy.dualpath.path import Path, choose_path
+from services.controller.policy.dualpath.engines import EngineId, GroupId, QueuedRequest, Side
+from services.controller.policy.dualpath.path import reading_side
 from services.controller.policy.dualpath.prefill_side import PrefillEngine, assign_prompts
 from services.controller.policy.dualpath.thresholds import Thresholds
 from tests.unit.controller.policy.dualpath.references import (
@@ -129,8 +129,8 @@ def test_tokens_stay_within_z_or_within_one_request_of_the_least_loaded(
 
 @given(st.integers(0, 5), st.integers(0, 5))
 def test_the_shorter_queue_reads(prefill: int, decode: int) -> None:
-    queues_by_path = {Path.PREFILL: prefill, Path.DECODE: decode}
-    chosen = choose_path(prefill, decode)
-    assert queues_by_path[chosen] == min(prefill, decode)
+    queues = {Side.PREFILL: prefill, Side.DECODE: decode}
+    chosen = reading_side(prefill, decode)
+    assert queues[chosen] == min(prefill, decode)
     if prefill == decode:
-        assert chosen is Path.PREFILL
+        assert chosen is Side.PREFILL

@@ -6,7 +6,8 @@ Once both sides of a request are chosen, its stored prefix can come into either 
 * the decode side reads it and hands it to the prefill side, whose handoff moves the rest alone.
 
 One side reads all of a request: the one whose queue of reads is shorter, in tokens, of equal ones
-the prefill side. It does so if that is clearly sooner than computing the same tokens:
+the prefill side (``dualpath.path``). It does so if that is clearly sooner than computing the same
+tokens:
 
     (missing(side) + queue(side)) / read_rate(side) + handed over  <  0.9 x saved / prefill_rate
 
@@ -17,6 +18,9 @@ prefill side, where that was measured. While a rate is unknown loading is tried,
 Another worker's pool may hold a prefix of the prompt, too, and the policy have found that copying
 it pays (``Placement.copy_from``). Then the way by which the prompt is computed sooner is taken,
 never both; with an unknown rate of reads the one that leaves less to compute, the copy if equal.
+
+``store_load`` "always" asks nothing of this: whatever the store has and the prefill side lacks is
+loaded.
 """
 
 from dataclasses import dataclass, replace
@@ -24,6 +28,8 @@ from enum import StrEnum
 from typing import Literal, NamedTuple
 
 from common.messages.fields import Role
+from services.controller.policy.dualpath.engines import Side
+from services.controller.policy.dualpath.path import reading_side
 from services.controller.policy.estimates import DEFAULT_PREFILL_RATE, link_rate
 from services.controller.policy.views import Pairing, Placement, RequestView, WorkerView
 
@@ -32,6 +38,10 @@ MAX_LOAD_SHARE = 0.9
 
 StoreRead = Literal["dual", "prefill", "decode"]
 """Which sides may read: either, or one alone. A worker that is both sides reads for itself."""
+StoreLoad = Literal["auto", "always"]
+"""Whether loading is weighed against computing and copying, or never given up for them."""
+
+Inputs = tuple[tuple[str, int | float], ...]
 
 
 class Path(StrEnum):
@@ -55,7 +65,7 @@ class Loading:
     num_blocks: int
     num_read_tokens: int
     reason: str
-    inputs: tuple[tuple[str, int | float], ...] = ()
+    inputs: Inputs = ()
 
 
 class _Reader(NamedTuple):
@@ -73,6 +83,7 @@ def choose_path(
     request: RequestView,
     store_read: StoreRead = "dual",
     holder: WorkerView | None = None,
+    store_load: StoreLoad = "auto",
 ) -> Loading:
     """Return how the prompt's leading blocks come to the prefill side of a placement.
 
@@ -105,12 +116,18 @@ def choose_path(
         ("load_seconds", round(reader.seconds, 6)),
         ("saved_seconds", round(saved, 6)),
     )
+    if store_load == "always":
+        return _loading(reader, request, inputs)
     if prefill.prefill_rate and reader.seconds >= MAX_LOAD_SHARE * saved:
         reason = "computing takes no longer than loading"
         return replace(without, reason=reason, inputs=inputs)
     if copier is not None and not _is_sooner(reader, copier, prefill, request, num_copied):
         reason = f"the copy from {copier.worker_id} takes no longer than loading"
         return replace(without, reason=reason, inputs=inputs)
+    return _loading(reader, request, inputs)
+
+
+def _loading(reader: _Reader, request: RequestView, inputs: Inputs) -> Loading:
     return Loading(reader.path, request.num_stored_blocks, reader.num_tokens, reader.reason, inputs)
 
 
@@ -128,9 +145,10 @@ def _choose_reader(
     may_prefill = store_read != "decode" and prefill.has_store
     may_decode = store_read != "prefill" and decode.has_store and _can_hand(decode, prefill)
     if may_prefill and may_decode:
-        difference = prefill.read_queue_tokens - decode.read_queue_tokens
-        may_prefill = difference <= 0
-        reason = "its read queue is shorter" if difference else "both read queues are equal"
+        queues = prefill.read_queue_tokens, decode.read_queue_tokens
+        may_prefill = reading_side(*queues) is Side.PREFILL
+        is_tie = queues[0] == queues[1]
+        reason = "both read queues are equal" if is_tie else "its read queue is shorter"
     else:
         reason = "only it may read"
     if may_prefill:

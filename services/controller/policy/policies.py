@@ -4,6 +4,7 @@ from typing import Protocol
 
 from services.controller.policy.cluster_view import ClusterView
 from services.controller.policy.dualpath.policy import DualPath
+from services.controller.policy.dualpath.thresholds import PRESETS
 from services.controller.policy.flowkv import FlowKV
 from services.controller.policy.simple import (
     LeastLoaded,
@@ -30,8 +31,11 @@ class Policy(Protocol):
         ...
 
 
-def make_policy(name: str, seed: int = 0) -> Policy:
-    """Return the policy of a name as settings have it. Raises ValueError for an unknown name."""
+def make_policy(name: str, seed: int = 0, preset: str = "medium") -> Policy:
+    """Return the policy of a name as settings have it. Raises ValueError for an unknown name.
+
+    ``preset`` says how far ahead ``dualpath`` gives work; KeyError for one that is none.
+    """
     match name:
         case "round_robin":
             return RoundRobin()
@@ -46,6 +50,6 @@ def make_policy(name: str, seed: int = 0) -> Policy:
         case "flowkv":
             return FlowKV()
         case "dualpath":
-            return DualPath()
+            return DualPath(PRESETS[preset])
         case _:
             raise ValueError(f"unknown policy {name!r}")

@@ -37,16 +37,19 @@ from tests.unit.controller.fake_worker import FakeWorker
 
 NAMES = ("w0", "w1", "w2", "w3")
 START_ROLES = (Role.PREFILL, Role.PREFILL, Role.DECODE, Role.DECODE)
-LIMITS = ControllerLimits(role_control=RoleControl.AUTO, policy="flowkv", max_queue=8)
 BUDGET = 512
 
 
 class HonestCluster(RuleBasedStateMachine):
     """The core, its workers and one gateway."""
 
+    policy = "flowkv"
+
     def __init__(self) -> None:
         super().__init__()
-        self.cluster = Cluster(LIMITS)
+        self.cluster = Cluster(
+            ControllerLimits(role_control=RoleControl.AUTO, policy=self.policy, max_queue=8)
+        )
         self.workers: dict[str, FakeWorker] = {}
         self.ended: dict[str, int] = {}
         self.cancelled: set[str] = set()
@@ -352,7 +355,17 @@ class HonestCluster(RuleBasedStateMachine):
             assert count == 1 or name in self.cancelled, f"{name} has not ended"
 
 
+class HonestDualPathCluster(HonestCluster):
+    """The same under DualPath's scheduling."""
+
+    policy = "dualpath"
+
+
 TestHonestCluster = HonestCluster.TestCase
 TestHonestCluster.settings = settings(
     max_examples=80, stateful_step_count=60, deadline=None, derandomize=True
+)
+TestHonestDualPathCluster = HonestDualPathCluster.TestCase
+TestHonestDualPathCluster.settings = settings(
+    max_examples=30, stateful_step_count=60, deadline=None, derandomize=True
 )

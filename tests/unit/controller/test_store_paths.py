@@ -21,9 +21,10 @@ def store_cluster(
     store_read: Literal["dual", "prefill", "decode"] = "dual",
     num_prefill: int = 1,
     num_decode: int = 1,
+    store_load: Literal["auto", "always"] = "auto",
 ) -> Cluster:
     """Workers that compute 1000 tokens per second, and read ten times as many."""
-    limits = ControllerLimits(policy="flowkv", store_read=store_read)
+    limits = ControllerLimits(policy="flowkv", store_read=store_read, store_load=store_load)
     cluster = pair_cluster(num_prefill, num_decode, limits=limits, has_store=True)
     for name in [key[0] for key in cluster.core.members.workers]:
         cluster.beat(name, heartbeat(measured=RATES))
@@ -123,6 +124,15 @@ def test_what_is_computed_sooner_than_loaded_is_computed() -> None:
     assert only(effects, CopyPrefix) == []
     assert worker(cluster, "p0").assigned_tokens == 640
     assert facts(effects)["path_reason"] == "computing takes no longer than loading"
+
+
+def test_what_is_stored_is_loaded_however_long_the_queues_where_that_is_wanted() -> None:
+    cluster = store_cluster(store_load="always")
+    for name in ("p0", "d0"):
+        cluster.beat(name, heartbeat(measured=RATES, read_queue_tokens=10_000))
+    effects = submit_stored(cluster, 8)
+    assert place_of(effects).num_stored_tokens == 8 * 64
+    assert facts(effects)["path"] == "prefill_read"
 
 
 def holder_cluster() -> Cluster:

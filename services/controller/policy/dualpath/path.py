@@ -6,22 +6,14 @@ The published code chose a path and an engine in one step and never read on the 
 any prefill engine was healthy; that is not DualPath.
 """
 
-from enum import StrEnum
+from services.controller.policy.dualpath.engines import Side
 
-
-class Path(StrEnum):
-    """The side that reads."""
-
-    PREFILL = "prefill"
-    DECODE = "decode"
-
-
-PATH_REASONS = {
-    Path.PREFILL: "the prefill side's queue of reads is no longer than the decode side's",
-    Path.DECODE: "the decode side's queue of reads is shorter",
+SIDE_REASONS = {
+    Side.PREFILL: "the prefill side's queue of reads is no longer than the decode side's",
+    Side.DECODE: "the decode side's queue of reads is shorter",
 }
 
 
-def choose_path(prefill_queue_tokens: int, decode_queue_tokens: int) -> Path:
+def reading_side(prefill_queue_tokens: int, decode_queue_tokens: int) -> Side:
     """Return the side with the shorter queue of reads; the prefill side where they are equal."""
-    return Path.DECODE if decode_queue_tokens < prefill_queue_tokens else Path.PREFILL
+    return Side.DECODE if decode_queue_tokens < prefill_queue_tokens else Side.PREFILL

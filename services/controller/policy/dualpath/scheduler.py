@@ -34,7 +34,7 @@ from services.controller.policy.dualpath.engines import (
     Side,
     check_groups,
 )
-from services.controller.policy.dualpath.path import PATH_REASONS, Path, choose_path
+from services.controller.policy.dualpath.path import SIDE_REASONS, reading_side
 from services.controller.policy.dualpath.prefill_side import PrefillEngine, assign_prompts
 from services.controller.policy.dualpath.redirection import Place, Redirection, redirections
 from services.controller.policy.dualpath.thresholds import PRESETS, Thresholds
@@ -42,12 +42,12 @@ from services.controller.policy.dualpath.thresholds import PRESETS, Thresholds
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A request has both engines. ``path`` reads its stored KV; None where nothing is stored."""
+    """A request has both engines. ``reads`` is who reads its stored KV; None where none is."""
 
     request: QueuedRequest
     prefill: EngineId
     decode: EngineId
-    path: Path | None
+    reads: Side | None
     reason: str
     inputs: Inputs = ()
 
@@ -235,8 +235,8 @@ class DualPathScheduler:
             return Placed(request, prefill.engine, decode.engine, None, "nothing is stored")
         prefill_node, decode_node = self._nodes[prefill.engine], self._nodes[decode.engine]
         queues = self.read_queue(prefill_node), self.read_queue(decode_node)
-        path = choose_path(*queues)
-        node = prefill_node if path is Path.PREFILL else decode_node
+        side = reading_side(*queues)
+        node = prefill_node if side is Side.PREFILL else decode_node
         self._read_queues[node] = self.read_queue(node) + request.num_stored_tokens
         inputs = (("prefill_read_queue", queues[0]), ("decode_read_queue", queues[1]))
-        return Placed(request, prefill.engine, decode.engine, path, PATH_REASONS[path], inputs)
+        return Placed(request, prefill.engine, decode.engine, side, SIDE_REASONS[side], inputs)

@@ -101,6 +101,15 @@ def test_loading_must_take_less_than_nine_tenths_of_computing() -> None:
     assert (late.path, late.reason) == (Path.COMPUTE, "computing takes no longer than loading")
 
 
+def test_with_always_nothing_is_computed_that_the_store_has() -> None:
+    late = Placement(queued(PREFILL, 10**6), queued(DECODE, 10**6))
+    found = choose_path(late, stored(8), store_load="always")
+    assert (found.path, found.num_blocks) == (Path.PREFILL_READ, 8)
+    found = choose_path(copied(8), stored(8, h=8), "dual", HOLDER, "always")
+    assert (found.path, found.num_blocks) == (Path.PREFILL_READ, 8)
+    assert choose_path(late, stored(8, p=8), store_load="always").path is Path.COMPUTE
+
+
 def test_what_was_never_measured_is_tried() -> None:
     unread = replace(queued(PREFILL, 10**6), read_rate=0.0)
     assert choose_path(Placement(unread, DECODE), stored(8), "prefill").path is Path.PREFILL_READ

@@ -160,6 +160,16 @@ def test_what_is_loaded_counts_as_what_could_be_computed_in_that_time(
     assert sides(choose(workers, asked)) == (expected, "d")
 
 
+@pytest.mark.parametrize(("preset", "most"), [("small", 2500), ("medium", 5000), ("large", 10_000)])
+def test_a_preset_says_how_far_ahead_a_worker_gets_work(preset: str, most: int) -> None:
+    for tokens, is_placed in ((most, True), (most + 1, False)):
+        cluster = ClusterView([replace(worker("p", P, tokens), prefill_rate=1000), worker("d", D)])
+        found = make_policy("dualpath", preset=preset).choose(cluster, request())
+        assert (found is not None) is is_placed
+    with pytest.raises(KeyError, match="tiny"):
+        make_policy("dualpath", preset="tiny")
+
+
 def test_the_host_with_fewer_tokens_a_worker_gets_the_decode() -> None:
     workers = [
         worker("p", P),

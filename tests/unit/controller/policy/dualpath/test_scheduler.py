@@ -16,7 +16,6 @@ from services.controller.policy.dualpath.engines import (
     QueuedRequest,
     Side,
 )
-from services.controller.policy.dualpath.path import Path
 from services.controller.policy.dualpath.scheduler import DualPathScheduler
 from services.controller.policy.dualpath.thresholds import Thresholds
 
@@ -68,7 +67,7 @@ def test_a_request_with_both_engines_is_placed_and_read_on_the_side_with_less_to
     second = under_test.fetch(fetch(DECODES, reads={1: 6}))
     assert [one.side for one in second.assigned] == [Side.DECODE]
     (placed,) = second.placed
-    assert (placed.prefill, placed.decode, placed.path) == (1, 10, Path.DECODE)
+    assert (placed.prefill, placed.decode, placed.reads) == (1, 10, Side.DECODE)
     assert dict(placed.inputs) == {"prefill_read_queue": 7, "decode_read_queue": 6}
     assert under_test.read_queue(NodeId(1)) == 646
     assert under_test.num_waiting == (0, 0)
@@ -79,9 +78,9 @@ def test_a_read_counts_at_once_and_until_the_next_report() -> None:
     for name in "abc":
         under_test.submit(request(name, stored=100))
     under_test.fetch(fetch(PREFILLS))
-    paths = [placed.path for placed in under_test.fetch(fetch(DECODES)).placed]
+    paths = [placed.reads for placed in under_test.fetch(fetch(DECODES)).placed]
     # Equal queues: the prefill side; then the decode side's is shorter; then they are equal again.
-    assert paths == [Path.PREFILL, Path.DECODE, Path.PREFILL]
+    assert paths == [Side.PREFILL, Side.DECODE, Side.PREFILL]
     under_test.fetch(fetch(PREFILLS, reads={0: 30}))
     assert under_test.read_queue(NodeId(0)) == 30
 
@@ -91,7 +90,7 @@ def test_where_nothing_is_stored_nothing_is_read() -> None:
     under_test.submit(request("a"))
     under_test.fetch(fetch(DECODES))
     (placed,) = under_test.fetch(fetch(PREFILLS)).placed
-    assert (placed.path, placed.reason) == (None, "nothing is stored")
+    assert (placed.reads, placed.reason) == (None, "nothing is stored")
 
 
 def test_prompts_wait_while_every_engine_has_more_than_beta() -> None:
