@@ -1,7 +1,7 @@
 """The decode side of one pair of workers: a stream on which the peer says what to read."""
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from time import monotonic
 
@@ -41,8 +41,10 @@ REQUEST_BYTES = 64 * 1024 * 1024
 MAX_REQUEST_PIECES = 1024
 MAX_REQUESTS = 4
 """Under way at once."""
-SETTLE_SECONDS = 6.0
+SETTLE_SECONDS = 5.0
 """How long requests that are not wanted any more may take to end, before the agent is ended."""
+TOLD_PER_STALL = 4
+"""How often the peer is told, while it would give up, that bytes move."""
 SPUN_LOOKS = 64
 """Looks in a row where processors do an adapter's work, which goes on while one looks."""
 
@@ -74,11 +76,9 @@ class _Fence:
 class _Requests:
     """The requests of one frame, a few at a time and in order."""
 
-    def __init__(
-        self, agent: SharedAgent, begin: Callable[[list[Piece]], SharedRead], pieces: list[Piece]
-    ) -> None:
-        self._agent = agent
-        self._begin = begin
+    def __init__(self, remote: Remote, source: SourcePool, pieces: Sequence[Piece]) -> None:
+        self._remote = remote
+        self._source = source
         self._waiting = deque(to_requests(pieces))
         self._open: deque[SharedRead] = deque()
         self.goal = len(self._waiting)
@@ -87,8 +87,8 @@ class _Requests:
     def move(self) -> int:
         """Begin what may begin and look at what was begun; return how many are done."""
         while self._waiting and len(self._open) < MAX_REQUESTS:
-            self._open.append(self._begin(self._waiting.popleft()))
-        while self._open and self._agent.is_done(self._open[0]):
+            self._open.append(self._remote.read(self._source, self._waiting.popleft()))
+        while self._open and self._open[0].is_done():
             self._open.popleft()
             self.num_done += 1
         return self.num_done
@@ -97,19 +97,11 @@ class _Requests:
         """Return when no byte comes any more for what was begun, whatever it takes."""
         self._waiting.clear()
         pace = Pace(lambda: None, SETTLE_SECONDS)
-        while self._open:
-            shared = self._open[0]
-            try:
-                pace.until(lambda: int(self._is_over(shared)), 1)  # noqa: B023 - called at once
-            except TransferError:
-                self._agent.abandon(shared.generation, "a read neither ends nor fails")
-            self._open.popleft()
-
-    def _is_over(self, shared: SharedRead) -> bool:
+        goal = self.num_done + len(self._open)
         try:
-            return self._agent.is_done(shared)
+            pace.until(self.move, goal)
         except TransferError:
-            return True
+            self._remote.end(self._open)
 
 
 class RdmaReader:
@@ -140,7 +132,7 @@ class RdmaReader:
             log.warning("data_stream_ended", peer=self._address, reason=str(error))
         finally:
             if self._remote is not None:
-                self._side.agent.forget(self._remote)
+                self._remote.forget()
 
     # ---- frames ----------------------------------------------------------------------------------
 
@@ -212,10 +204,10 @@ class RdmaReader:
 
     def _read(self, source: SourcePool, pieces: list[Piece]) -> None:
         """Read all pieces; afterwards, also after an error, no byte of them comes any more."""
-        agent, remote = self._side.agent, self._connected(source)
-        requests = _Requests(agent, lambda few: agent.read(remote, source, few), pieces)
+        requests = _Requests(self._connected(source), source, pieces)
 
         def move() -> int:
+            self._refuse_cut()
             before = requests.num_done
             for _ in range(1 if self._side.is_offloaded else SPUN_LOOKS):
                 if requests.move() == requests.goal:
@@ -246,22 +238,28 @@ class RdmaReader:
 
     def _connected(self, source: SourcePool) -> Remote:
         """Return the peer, connected anew where the agent has been ended meanwhile."""
-        remote = self._remote
-        if remote is None or not self._side.agent.is_of_now(remote):
-            remote = self._remote = self._side.agent.connect(source.metadata)
+        old = self._remote
+        if old is not None and old.is_current:
+            return old
+        remote = self._remote = self._side.agent.connect(source.metadata)
+        if old is not None:
+            old.forget()
         return remote
 
     def _look(self) -> None:
-        """End a wait whose peer is gone or whose grant was taken back."""
-        if self._fence.is_cut:
-            raise TransferError("it was revoked")
+        """End a wait whose peer is gone."""
         if not self._stream.is_quiet():
             raise RemoteProtocolError("it speaks before its turn")
+
+    def _refuse_cut(self) -> None:
+        """Begin nothing more for a grant that was taken back."""
+        if self._fence.is_cut:
+            raise TransferError("it was revoked")
 
     def _tell_progress(self) -> None:
         """Say that bytes move, often enough for the peer's patience."""
         now = monotonic()
-        if now - self._told_at > self._side.stall_seconds / 4:
+        if now - self._told_at > self._side.stall_seconds / TOLD_PER_STALL:
             self._told_at = now
             self._answer(MOVED)
 

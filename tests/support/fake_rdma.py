@@ -46,7 +46,7 @@ class FakeFabric:
         self._under_way: list[FakeRead] = []
 
     def hold(self, num_allowed: int = 0) -> None:
-        """Let so many requests move, and then none."""
+        """Let so many more requests move, and then none."""
         with self.lock:
             self.num_allowed = num_allowed
 
@@ -72,8 +72,10 @@ class FakeFabric:
     def may_move(self) -> bool:
         if self.num_allowed is None:
             return True
+        if not self.num_allowed:
+            return False
         self.num_allowed -= 1
-        return self.num_allowed >= 0
+        return True
 
     def over(self, read: "FakeRead") -> None:
         if read in self._under_way:
