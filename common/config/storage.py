@@ -32,6 +32,23 @@ class StorageSettings(BaseModel):
     store_writes: bool = Field(
         default=True, description="Whether computed blocks are written to the store."
     )
+    host_tier_bytes: Bytes = Field(
+        0,
+        ge=0,
+        description="Host memory of each worker (size) for recently used blocks of the store, "
+        "which are read from there without asking storage; 0 keeps none.",
+    )
+    store_path: Literal["direct", "buffered"] = Field(
+        "direct",
+        description="How blocks get from the store into a pool in host memory and back: direct, or "
+        "buffered, by way of a bounded buffer. Those of pools on GPUs always pass the buffer.",
+    )
+    store_buffer_bytes: Bytes = Field(
+        256 * 2**20,
+        gt=0,
+        description="Host memory of each worker (size) for the buffer between store and pool, "
+        "page-locked for one on a GPU; whoever finds no room there waits.",
+    )
     emulated_store_bandwidth: Bytes = Field(
         0,
         ge=0,

@@ -61,6 +61,13 @@ class StoreStats:
     """Offered without the block before them being stored: nobody could find them."""
     num_write_errors: int = 0
     num_evicted: int = 0
+    tier_bytes: int = 0
+    """In the tier of host memory before the store, where there is one."""
+    num_tier_hits: int = 0
+    """Found in the tier: storage was not asked."""
+    num_tier_evicted: int = 0
+    num_tier_refused: int = 0
+    """Read or written, and not kept in the tier: what is there is used more."""
 
 
 class BlockStore(Protocol):

@@ -35,8 +35,8 @@ class StoreMetrics:
         self.blocks = Counter(
             "flowpath_store_blocks",
             "Blocks asked of the store (hit, miss, damaged, read_error), offered to it (written, "
-            "known, dropped_full, dropped_orphan, write_error) or evicted from it, by what became "
-            "of them.",
+            "known, dropped_full, dropped_orphan, write_error) or evicted from it, and those of "
+            "the host tier (tier_hit, tier_evicted, tier_refused), by what became of them.",
             ("event",),
             registry=registry,
         )
@@ -48,5 +48,22 @@ class StoreMetrics:
         self.queued_bytes = Gauge(
             "flowpath_store_queued_bytes",
             "Bytes that wait here to be written to the store.",
+            registry=registry,
+        )
+        self.tier_bytes = Gauge(
+            "flowpath_store_tier_bytes",
+            "Bytes of blocks in the tier of host memory before the store.",
+            registry=registry,
+        )
+        self.buffer_bytes = Counter(
+            "flowpath_store_buffer_bytes",
+            "Bytes that went from the store into the buffer (loaded), from host memory on into the "
+            "pool (uploaded), and from the pool into the buffer (downloaded).",
+            ("way",),
+            registry=registry,
+        )
+        self.buffer_wait_seconds = Counter(
+            "flowpath_store_buffer_wait_seconds",
+            "Time for which reads and writes of the store waited for room in the buffer.",
             registry=registry,
         )

@@ -20,7 +20,6 @@ from common.errors import ConfigError, ErrorCode
 from common.ids import WorkerId, new_epoch
 from common.kv.blocks import BlockManager
 from common.kv.journal import AllocOp, JournalWriter
-from common.kv.pool import KVPool
 from common.messages.codec import Codec
 from common.messages.control import ControllerToWorker, WorkerHello, WorkerToController
 from common.messages.fields import PeerInfo, Role
@@ -30,7 +29,6 @@ from common.scheduler.local import LocalScheduler
 from common.scheduler.modes import Triggers
 from common.scheduler.steps import SchedulerLimits
 from common.scheduler.swap import SwapSpace
-from common.storage.interface import BlockStore
 from common.telemetry.exposition import metrics_served
 from common.telemetry.logging import configure_logging
 from common.traffic.shared_link import SharedLink
@@ -49,10 +47,11 @@ from common.worker.own_role import OwnRole
 from common.worker.parts import Channels, WorkerParts
 from common.worker.setup import HandoffSetup
 from common.worker.store_access import StoreAccess
-from common.worker.store_setup import open_worker_store
+from common.worker.store_setup import worker_store
 from common.worker.stored_blocks import StoredBlocks
 from common.worker.transports import Transports, open_transports
 from common.worker.worker import HybridWorker
+from common.worker.worker_store import WorkerStore
 
 log = structlog.get_logger()
 
@@ -79,7 +78,7 @@ def run(settings: Settings, role: Role, worker_id: str) -> int:
         check_network(settings)
         with (
             closing(build_machine(settings, worker_id, role)) as machine,
-            closing(open_worker_store(settings, machine)) as store,
+            worker_store(settings, machine) as store,
         ):
             gc.freeze()
             while True:
@@ -121,7 +120,7 @@ class _Incarnation:
         role: Role,
         worker_id: WorkerId,
         machine: Machine,
-        store: BlockStore,
+        store: WorkerStore | None,
     ) -> None:
         self._settings = settings
         self.role = role
@@ -309,11 +308,9 @@ class _Incarnation:
         )
 
     def _store_access(self) -> StoreAccess | None:
-        if not self._settings.has_store:
+        if self._store is None:
             return None
-        pool = self._machine.pool
-        assert isinstance(pool, KVPool), "a store is refused for other pools"
-        return StoreAccess(self._store, pool, SharedLink(self._settings.emulated_store_bandwidth))
+        return StoreAccess(self._store, SharedLink(self._settings.emulated_store_bandwidth))
 
     def _scheduler(self, blocks: BlockManager, limits: SchedulerLimits) -> LocalScheduler:
         settings = self._settings

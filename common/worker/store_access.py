@@ -6,32 +6,44 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from time import perf_counter
 
+import structlog
+
+from common.cuda.driver import CudaError
 from common.kv.blocks import PublishedBlocks
-from common.kv.pool import KVPool
-from common.storage.interface import BlockStore, StoreStats
-from common.traffic.arbiter import TrafficClass
+from common.storage.interface import StoreStats
+from common.storage.linked_store import LinkedStore
 from common.traffic.shared_link import LinkStats, SharedLink
+from common.worker.store_buffer import BufferStats
+from common.worker.worker_store import WorkerStore
+
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
 class StoreRead:
-    """So many leading blocks were there, whole; all together took ``seconds``."""
+    """So many leading blocks were there, whole; all together took ``seconds``.
+
+    ``num_from_storage`` of them came from storage, in ``storage_seconds``; others were in the tier.
+    """
 
     num_blocks: int
     seconds: float
+    num_from_storage: int
+    storage_seconds: float
 
 
 class StoreAccess:
-    """One incarnation's use of the store; ``link`` is what its reads pass.
+    """One incarnation's use of the store; ``link`` is what its reads of storage pass.
 
     Look-ups, reads and copies into the store's queue have a thread each: none waits for another
-    kind. The store itself is its opener's to close.
+    kind, but for room in a buffer. The store itself is its opener's to close.
     """
 
-    def __init__(self, store: BlockStore, pool: KVPool, link: SharedLink) -> None:
+    def __init__(self, store: WorkerStore, link: SharedLink) -> None:
         self._store = store
-        self._pool = pool
         self._link = link
+        self._linked = LinkedStore(store.storage, link)
+        self._path = store.open_path(self._linked)
         self._lookups = ThreadPoolExecutor(1, "store look-up")
         self._reads = ThreadPoolExecutor(1, "store read")
         self._copies = ThreadPoolExecutor(1, "store copy")
@@ -39,17 +51,17 @@ class StoreAccess:
     @property
     def block_bytes(self) -> int:
         """Bytes of one block."""
-        return self._pool.block_bytes
+        return self._store.block_bytes
 
     async def longest_prefix(self, hashes: Sequence[bytes]) -> int:
-        """Return how many leading blocks of a prompt are stored."""
+        """Return how many leading blocks of a prompt can be read here."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._lookups, self._store.longest_prefix, hashes)
 
     async def num_stored(self, hashes: Sequence[bytes]) -> int:
-        """Return how many leading blocks of a prompt are stored, in turn with ``write``."""
+        """Return how many leading blocks are in storage, in turn with ``write``."""
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._copies, self._store.longest_prefix, hashes)
+        return await loop.run_in_executor(self._copies, self._store.storage.longest_prefix, hashes)
 
     async def read(
         self, hashes: Sequence[bytes], block_ids: Sequence[int], previous: bytes | None
@@ -71,35 +83,46 @@ class StoreAccess:
         return await loop.run_in_executor(self._copies, self._write, held)
 
     def stats(self) -> StoreStats:
-        """Return what the store counted since it was opened, by whatever incarnation."""
+        """Return what the store and its tier counted since they were opened, by whomever."""
         return self._store.stats()
 
     def link_stats(self) -> LinkStats:
         """Return what has passed the link since this was made."""
         return self._link.stats()
 
+    def buffer_stats(self) -> BufferStats:
+        """Return what has passed the buffer since it was made; zeros without one."""
+        return self._store.buffer_stats()
+
     def close(self) -> None:
         """Wait for what is under way; nothing reads or writes the pool afterwards."""
         self._link.lift()
         for thread in (self._lookups, self._reads, self._copies):
             thread.shutdown(wait=True, cancel_futures=True)
+        self._path.close()
 
     def _read(
         self, hashes: Sequence[bytes], block_ids: Sequence[int], previous: bytes | None
     ) -> StoreRead:
+        linked = self._linked
+        num_before, seconds_before = linked.num_read, linked.read_seconds
         started = perf_counter()
-        with self._link.passing(len(hashes) * self.block_bytes, TrafficClass.KV):
-            hits = self._store.read(hashes, self._pool.buffer, block_ids, previous)
-        num_leading = hits.index(False) if False in hits else len(hits)
-        return StoreRead(num_leading, perf_counter() - started)
+        try:
+            num_blocks = self._path.read(hashes, block_ids, previous)
+        except CudaError as error:
+            # What was written to is published to nobody. A broken device shows in the next step.
+            log.error("store_read_failed", reason=str(error))
+            num_blocks = 0
+        return StoreRead(
+            num_blocks=num_blocks,
+            seconds=perf_counter() - started,
+            num_from_storage=linked.num_read - num_before,
+            storage_seconds=linked.read_seconds - seconds_before,
+        )
 
     def _write(self, held: PublishedBlocks) -> int:
-        previous, size = held.previous, self.block_bytes
-        for number, (block_id, block_hash) in enumerate(
-            zip(held.block_ids, held.hashes, strict=True)
-        ):
-            payload = self._pool.buffer[block_id * size : (block_id + 1) * size]
-            if not self._store.write(block_hash, previous, payload):
-                return len(held.block_ids) - number
-            previous = block_hash
-        return 0
+        try:
+            return self._path.write(held)
+        except CudaError as error:
+            log.error("store_write_failed", reason=str(error))
+            return len(held.hashes)

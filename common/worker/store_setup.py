@@ -1,36 +1,75 @@
 """Opens the store of KV blocks for a worker whose pool it fits."""
 
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+
 from common.config.settings import Settings
 from common.errors import ConfigError
+from common.kv.device_pool import DevicePool
 from common.kv.pool import KVPool
-from common.storage.interface import BlockStore, NoStore, StoreIdentity
+from common.storage.host_tier import HostTier
+from common.storage.interface import StoreIdentity
 from common.storage.open_store import open_store
 from common.worker.machine import Machine
+from common.worker.pool_copies import HostMemory
+from common.worker.store_buffer import StoreBuffer
+from common.worker.store_paths import PlacedTier
+from common.worker.worker_store import WorkerStore
 
 
-def open_worker_store(settings: Settings, machine: Machine) -> BlockStore:
-    """Return the store that the settings name, which knows the pool; ``NoStore`` for none.
+@contextmanager
+def worker_store(settings: Settings, machine: Machine) -> Iterator[WorkerStore | None]:
+    """Have the store that the settings name as long as the block; None for none.
 
-    ConfigError when it cannot be used, or the pool is not in this process's host memory: blocks go
-    from there to the store and back without a detour.
+    ConfigError when it or its host memory cannot be had, or the pool is in several pieces.
     """
+    if not settings.has_store:
+        yield None
+        return
+    with closing(open_worker_store(settings, machine)) as store:
+        yield store
+
+
+def open_worker_store(settings: Settings, machine: Machine) -> WorkerStore:
+    """Return the store, which knows the pool (see ``worker_store``)."""
     layout, pool = machine.layout, machine.pool
+    if not isinstance(pool, KVPool | DevicePool):
+        raise ConfigError(
+            f"--store {settings.store}: a store is for workers whose pool is in one piece, and"
+            f" this one's is a {type(pool).__name__}; --store none serves without a store"
+        )
     identity = StoreIdentity(
         model_fingerprint=machine.model_fingerprint,
         layout_fingerprint=layout.fingerprint(),
         dtype=layout.element_dtype,
         block_bytes=layout.block_bytes,
     )
-    if not settings.has_store:
-        return NoStore(identity)
-    if not isinstance(pool, KVPool):
-        raise ConfigError(
-            f"--store {settings.store}: a store is for workers on a CPU whose pool is in one piece,"
-            f" and this one's is a {type(pool).__name__}; --store none serves without a store"
-        )
-    try:
-        store = open_store(settings.store, identity)
-    except ConfigError as error:
-        raise ConfigError(f"{error}; --store none serves without a store") from error
-    store.register([pool.buffer])
-    return store
+    with ExitStack() as undo:
+        tier = _open_tier(settings.host_tier_bytes, pool)
+        if tier is not None:
+            undo.callback(tier.memory.close)
+        buffer = _open_buffer(settings, pool)
+        if buffer is not None:
+            undo.callback(buffer.memory.close)
+        try:
+            store = open_store(settings.store, identity)
+        except ConfigError as error:
+            raise ConfigError(f"{error}; --store none serves without a store") from error
+        undo.pop_all()
+    opened = WorkerStore(store, pool, tier, buffer)
+    store.register([opened.read_memory])
+    return opened
+
+
+def _open_tier(num_bytes: int, pool: KVPool | DevicePool) -> PlacedTier | None:
+    if not num_bytes:
+        return None
+    memory = HostMemory(pool, num_bytes, "host_tier_bytes")
+    return PlacedTier(HostTier(memory.buffer, pool.block_bytes), memory)
+
+
+def _open_buffer(settings: Settings, pool: KVPool | DevicePool) -> StoreBuffer | None:
+    """Return the buffer that blocks pass; None where storage reads into the pool itself."""
+    if settings.store_path == "direct" and isinstance(pool, KVPool):
+        return None
+    return StoreBuffer(HostMemory(pool, settings.store_buffer_bytes, "store_buffer_bytes"))

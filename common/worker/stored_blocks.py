@@ -34,11 +34,15 @@ class StoredBlocks:
         """Join to the controller, and to what is moved by ``measure``."""
         self._control = control
         self.kept.attach(metrics)
-        self._meter = StoreMeter(metrics, self._access.stats(), self._access.link_stats())
+        access = self._access
+        self._meter = StoreMeter(
+            metrics, access.stats(), access.link_stats(), access.buffer_stats()
+        )
 
     def measure(self) -> None:
         """Move the metrics by what the store and its link have counted since the last call."""
-        self._meter.take(self._access.stats(), self._access.link_stats())
+        access = self._access
+        self._meter.take(access.stats(), access.link_stats(), access.buffer_stats())
 
     @property
     def is_busy(self) -> bool:

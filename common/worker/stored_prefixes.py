@@ -118,7 +118,7 @@ class StoredPrefixes:
             log.info("load_without_room", request_id=load.request_id, num_tokens=num_tokens)
             return PrefixLoaded()
         first = acquired.num_cached_tokens // self._block_size
-        num_read, seconds = await self._read(load, acquired.block_ids, first)
+        num_read, num_from_storage, seconds = await self._read(load, acquired.block_ids, first)
         self._blocks.publish(owner, load.tokens[: (first + num_read) * self._block_size])
         self._blocks.release(owner)
         loaded = PrefixLoaded(
@@ -131,15 +131,18 @@ class StoredPrefixes:
             num_bytes=loaded.num_bytes,
             num_asked_tokens=num_tokens,
             num_cached_tokens=acquired.num_cached_tokens,
+            num_storage_blocks=num_from_storage,
             read_seconds=round(seconds, 6),
             was_wanted=load.is_wanted,
         )
         return loaded
 
-    async def _read(self, load: _Load, block_ids: Sequence[int], first: int) -> tuple[int, float]:
-        """Return how many blocks arrived from number ``first`` on, and the seconds in reads."""
+    async def _read(
+        self, load: _Load, block_ids: Sequence[int], first: int
+    ) -> tuple[int, int, float]:
+        """Read from number ``first`` on; return blocks, those from storage, seconds in reads."""
         hashes = self._blocks.prefix_hashes(load.tokens)
-        start, total = first, 0.0
+        start, num_from_storage, total = first, 0, 0.0
         while load.is_wanted and start < len(hashes):
             end = min(start + self._batch, len(hashes))
             load.num_unread = (len(hashes) - start) * self._block_size
@@ -147,11 +150,12 @@ class StoredPrefixes:
                 hashes[start:end], block_ids[start:end], hashes[start - 1] if start else None
             )
             total += read.seconds
-            self._learn(read.num_blocks * self._block_size, read.seconds)
+            num_from_storage += read.num_from_storage
+            self._learn(read.num_from_storage * self._block_size, read.storage_seconds)
             start += read.num_blocks
             if start < end:
                 break
-        return start - first, total
+        return start - first, num_from_storage, total
 
     def _learn(self, num_tokens: int, seconds: float) -> None:
         """Misses cost time and bring nothing: they say nothing of how fast blocks are read."""

@@ -22,6 +22,7 @@ from common.messages.tokens import WorkerToGateway
 from common.scheduler.local import LocalScheduler
 from common.scheduler.steps import SchedulerLimits
 from common.scheduler.swap import SwapSpace
+from common.storage.host_tier import HostTier
 from common.storage.interface import BlockStore, NoStore, StoreIdentity
 from common.traffic.shared_link import SharedLink
 from common.transfer.backend import LinkRate, PeerLink, TransferBackend, WriteReport
@@ -36,11 +37,15 @@ from common.worker.inbound import InboundHandoffs
 from common.worker.outbound import OutboundHandoffs
 from common.worker.own_role import OwnRole
 from common.worker.parts import Channels, WorkerParts
+from common.worker.pool_copies import HostMemory
 from common.worker.setup import HandoffSetup
 from common.worker.store_access import StoreAccess
+from common.worker.store_buffer import StoreBuffer
+from common.worker.store_paths import PlacedTier
 from common.worker.stored_blocks import StoredBlocks
 from common.worker.transports import open_transports
 from common.worker.worker import HybridWorker
+from common.worker.worker_store import WorkerStore
 from tests.support.board import Board, Gate
 
 VOCAB_SIZE = 30_000
@@ -82,6 +87,10 @@ class WorkerOptions:
     """Whether what is computed is written to the store."""
     is_compacting: bool = False
     """Whether the pool is tidied in idle time."""
+    num_tier_blocks: int = 0
+    """Of the host tier before the store; 0 for none."""
+    num_buffer_blocks: int = 0
+    """Of the buffer between store and pool; 0 for none."""
 
 
 class RunningWorker:
@@ -100,7 +109,8 @@ class RunningWorker:
         )
         self.copier = ThreadPoolExecutor(1, f"{name} copy")
         self._engine_thread = ThreadPoolExecutor(1, f"{name} engine")
-        self.store = StoreAccess(options.store or NoStore(IDENTITY), self.pool, SharedLink(0))
+        self.worker_store = self._open_store(options)
+        self.store = StoreAccess(self.worker_store, SharedLink(0))
         self._stored = (
             None
             if options.store is None
@@ -149,6 +159,19 @@ class RunningWorker:
             )
         )
 
+    def _open_store(self, options: WorkerOptions) -> WorkerStore:
+        size, tier, buffer = LAYOUT.block_bytes, None, None
+        self._memories: list[HostMemory] = []
+        if options.num_tier_blocks:
+            memory = HostMemory(self.pool, options.num_tier_blocks * size, "tier")
+            tier = PlacedTier(HostTier(memory.buffer, size), memory)
+            self._memories.append(memory)
+        if options.num_buffer_blocks:
+            memory = HostMemory(self.pool, options.num_buffer_blocks * size, "buffer")
+            buffer = StoreBuffer(memory)
+            self._memories.append(memory)
+        return WorkerStore(options.store or NoStore(IDENTITY), self.pool, tier, buffer)
+
     def _pace(self, rows: Sequence[StepRow]) -> None:
         self.steps.pass_through()
 
@@ -171,6 +194,8 @@ class RunningWorker:
             self.store.close()
             self._transports.close()
             self._host_blocks.close()
+            for memory in self._memories:
+                memory.close()
             self.pool.close()
 
     async def _serve(self) -> None:

@@ -1,8 +1,6 @@
 """Real workers load prefixes from a real store instead of computing them, and fill it."""
 
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,97 +13,24 @@ from common.messages.control import (
     PrefixUnavailable,
     RequestFinished,
 )
-from common.messages.fields import PhaseName, PhaseRecord, Role
+from common.messages.fields import PhaseName, Role
 from common.sampling import SamplingParams
-from common.storage.file_store import FileStore
 from common.worker import kept_blocks, prefixes, stored_prefixes
-from tests.support.gated_store import GatedStore
-from tests.support.running_worker import IDENTITY, LAYOUT, RunningWorker, WorkerOptions
-from tests.support.stored_blocks import FLUSH_SECONDS, PAGE_BYTES, files_of, open_file_store
-from tests.support.worker_harness import Harness, expected, harness
-
-GREEDY = SamplingParams(seed=1, max_tokens=5, temperature=0)
-SIZE = LAYOUT.block_size
-PROMPT = tuple(range(100, 196))
-"""Twelve whole blocks; the last is always computed, for its last token is."""
-NUM_LOADED = len(PROMPT) - SIZE
-LONGER = (*PROMPT, *range(30))
-BLOCK_BYTES = LAYOUT.block_bytes
-
-
-@dataclass
-class Played:
-    """A cluster and a folder, of which every worker opens a store of its own."""
-
-    cluster: Harness
-    folder: Path
-    stores: list[FileStore]
-
-    def open_store(self, num_queued: int = 64) -> GatedStore:
-        store = open_file_store(self.folder, identity=IDENTITY, num_queued=num_queued)
-        self.stores.append(store)
-        return GatedStore(store, self.cluster.board)
-
-    def flush(self) -> None:
-        assert all(store.flush(FLUSH_SECONDS) for store in self.stores)
-
-    async def start(
-        self,
-        name: str,
-        role: Role = Role.PREFILL,
-        *,
-        num_blocks: int = 64,
-        is_keeping: bool = True,
-    ) -> tuple[RunningWorker, GatedStore]:
-        store = self.open_store()
-        options = WorkerOptions(num_blocks=num_blocks, store=store, is_keeping=is_keeping)
-        return await self.cluster.start_worker(name, role, options), store
-
-    async def fill(self, prompt: tuple[int, ...] = PROMPT) -> None:
-        """Let a worker compute a prompt, and wait until its blocks are stored."""
-        writer, _ = await self.start("writer")
-        self.cluster.place("stored", prompt, GREEDY, prefill="writer", decode=None)
-        await self.cluster.answer("stored")
-        await writer.idle()
-        self.flush()
-
-    def place(self, prompt: tuple[int, ...] = PROMPT, request: str = "r") -> None:
-        num_stored = len(prompt) // SIZE * SIZE
-        self.cluster.place(
-            request, prompt, GREEDY, prefill="reader", decode=None, num_stored_tokens=num_stored
-        )
-
-    async def answered(self, prompt: tuple[int, ...] = PROMPT, request: str = "r") -> None:
-        assert (await self.cluster.answer(request)).token_ids(0) == expected(prompt, GREEDY)
-        await self.cluster.heard("reader", RequestFinished, request)
-
-    def phase(self, name: PhaseName, request: str = "r") -> PhaseRecord:
-        found = [p for p in self.cluster.streams[RequestId(request)].phases if p.name is name]
-        assert len(found) == 1
-        return found[0]
-
-
-@asynccontextmanager
-async def playing(tmp_path: Path) -> AsyncIterator[Played]:
-    stores: list[FileStore] = []
-    try:
-        async with harness(tmp_path) as cluster:
-            yield Played(cluster, tmp_path / "store", stores)
-    finally:
-        for store in stores:
-            store.close()
-
-
-def value(worker: RunningWorker, sample: str, **labels: str) -> float:
-    worker.hybrid.heartbeat()  # what the store has counted is taken with one
-    registry = worker.hybrid.metrics.registry
-    return registry.get_sample_value(f"flowpath_{sample}", labels) or 0.0
-
-
-def num_computed(worker: RunningWorker, num_requests: int = 1) -> int:
-    """Return how many prompt tokens a worker has computed."""
-    num_drawn_later = num_requests * (GREEDY.max_tokens - 1)
-    return int(value(worker, "engine_step_tokens_sum")) - num_drawn_later
+from tests.support.played_store import (
+    BLOCK_BYTES,
+    GREEDY,
+    LONGER,
+    NUM_LOADED,
+    PROMPT,
+    SIZE,
+    Played,
+    num_computed,
+    playing,
+    value,
+)
+from tests.support.running_worker import WorkerOptions
+from tests.support.stored_blocks import PAGE_BYTES, files_of
+from tests.support.worker_harness import expected
 
 
 async def test_what_one_worker_computed_another_one_loads(tmp_path: Path) -> None:
@@ -219,7 +144,7 @@ async def test_nothing_is_stored_and_all_is_computed(tmp_path: Path) -> None:
 async def test_a_prefix_that_finds_no_room_is_computed_when_there_is_some(tmp_path: Path) -> None:
     async with playing(tmp_path) as played:
         await played.fill()
-        reader, store = await played.start("reader", num_blocks=16)
+        reader, store = await played.start("reader", options=WorkerOptions(num_blocks=16))
         reader.steps.hold()
         other = tuple(range(900, 970))
         played.cluster.place("other", other, GREEDY, prefill="reader", decode=None)
@@ -381,7 +306,7 @@ async def test_a_block_whose_beginning_nobody_has_is_dropped(
 
 async def test_a_worker_that_is_not_to_write_offers_nothing(tmp_path: Path) -> None:
     async with playing(tmp_path) as played:
-        reader, store = await played.start("reader", is_keeping=False)
+        reader, store = await played.start("reader", options=WorkerOptions(is_keeping=False))
         played.place()
         await played.answered()
         await reader.idle()
@@ -394,7 +319,7 @@ async def test_blocks_that_are_held_for_the_store_do_no_harm_to_a_pool_that_is_t
     params = SamplingParams(seed=1, max_tokens=40, temperature=0)
     prompts = {f"r{number}": tuple(range(number, number + 20)) for number in range(6)}
     async with playing(tmp_path) as played:
-        reader, store = await played.start("reader", num_blocks=16)
+        reader, store = await played.start("reader", options=WorkerOptions(num_blocks=16))
         for request, prompt in prompts.items():
             played.cluster.place(request, prompt, params, prefill="reader", decode=None)
         for request, prompt in prompts.items():

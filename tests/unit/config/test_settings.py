@@ -324,6 +324,8 @@ def test_a_size_is_told_from_a_number_by_its_setting() -> None:
         "kv_bytes",
         "swap_bytes",
         "layer_ring",
+        "host_tier_bytes",
+        "store_buffer_bytes",
         "emulated_store_bandwidth",
         "emulated_fabric_bandwidth",
     ]

@@ -10,9 +10,10 @@ import pytest
 from common.kv.blocks import PublishedBlocks
 from common.kv.pool import KVPool
 from common.storage.file_store import FileStore
-from common.storage.interface import Memory, NoStore
+from common.storage.interface import BlockStore, Memory, NoStore
 from common.traffic.shared_link import SharedLink
 from common.worker.store_access import StoreAccess
+from common.worker.worker_store import WorkerStore
 from tests.support.stored_blocks import (
     BLOCK_BYTES,
     IDENTITY,
@@ -40,6 +41,10 @@ def pool() -> Iterator[KVPool]:
     pool.close()
 
 
+def access_to(store: BlockStore, pool: KVPool, link: SharedLink | None = None) -> StoreAccess:
+    return StoreAccess(WorkerStore(store, pool), link or SharedLink(0))
+
+
 def block_of(pool: KVPool, block_id: int) -> bytes:
     return bytes(pool.buffer[block_id * BLOCK_BYTES : (block_id + 1) * BLOCK_BYTES])
 
@@ -47,7 +52,7 @@ def block_of(pool: KVPool, block_id: int) -> bytes:
 async def test_leading_blocks_are_counted_up_to_the_first_that_is_missing(
     store: FileStore, pool: KVPool
 ) -> None:
-    access = StoreAccess(store, pool, SharedLink(0))
+    access = access_to(store, pool)
     other = chain("b", 1)
     read = await access.read([*HASHES[2:5], *other, *HASHES[5:6]], [9, 3, 4, 5, 6], HASHES[1])
     assert read.num_blocks == 3
@@ -74,7 +79,7 @@ class Shelf(NoStore):
 
 async def test_blocks_are_written_from_where_they_lie_until_one_is_dropped(pool: KVPool) -> None:
     shelf = Shelf()
-    access = StoreAccess(shelf, pool, SharedLink(0))
+    access = access_to(shelf, pool)
     for block_id, block_hash in ((7, HASHES[0]), (2, HASHES[1])):
         start = block_id * BLOCK_BYTES
         pool.buffer[start : start + BLOCK_BYTES] = payload(block_hash)
@@ -90,7 +95,7 @@ async def test_blocks_are_written_from_where_they_lie_until_one_is_dropped(pool:
 
 
 async def test_reads_take_as_long_as_at_a_link_of_the_rate(store: FileStore, pool: KVPool) -> None:
-    access = StoreAccess(store, pool, SharedLink(8 * BLOCK_BYTES * 10))
+    access = access_to(store, pool, SharedLink(8 * BLOCK_BYTES * 10))
     read = await access.read(HASHES, range(8), None)
     assert read.num_blocks == 8
     assert read.seconds > 0.08, "a tenth of a second, but for what a quantum gives"
@@ -102,7 +107,7 @@ async def test_a_worker_that_ends_does_not_wait_for_the_link(
     store: FileStore, pool: KVPool
 ) -> None:
     link = SharedLink(BLOCK_BYTES)
-    access = StoreAccess(store, pool, link)
+    access = access_to(store, pool, link)
     reading = asyncio.ensure_future(access.read(HASHES, range(8), None))
     while store.stats().num_hits < 8:
         await asyncio.sleep(0)

@@ -8,6 +8,7 @@ from common.storage.interface import StoreStats
 from common.telemetry.metrics import WorkerMetrics
 from common.traffic.shared_link import LinkStats
 from common.worker.measures import StepClock, take_totals
+from common.worker.store_buffer import BufferStats
 from common.worker.store_measures import StoreMeter
 
 BEFORE = StoreStats(num_hits=7, read_bytes=70, num_written=3, written_bytes=30)
@@ -20,11 +21,12 @@ def value(metrics: WorkerMetrics, name: str, **labels: str) -> float | None:
 
 def test_metrics_move_by_what_was_counted_since_the_meter_began() -> None:
     metrics = WorkerMetrics()
-    meter = StoreMeter(metrics.store, BEFORE, LINK_BEFORE)
+    meter = StoreMeter(metrics.store, BEFORE, LINK_BEFORE, BufferStats(1, 2, 3, 0.5))
     now = replace(BEFORE, num_hits=9, read_bytes=90, num_written=4, written_bytes=40)
-    now = replace(now, num_dropped_full=5, stored_bytes=400, queued_bytes=20)
+    now = replace(now, num_dropped_full=5, stored_bytes=400, queued_bytes=20, tier_bytes=50)
     for _ in range(2):  # the second time nothing has happened
-        meter.take(now, LinkStats(kv_bytes=90, kv_wait_seconds=1.5, busy_seconds=4.0))
+        link = LinkStats(kv_bytes=90, kv_wait_seconds=1.5, busy_seconds=4.0)
+        meter.take(now, link, BufferStats(11, 22, 33, 2.0))
     assert value(metrics, "flowpath_store_blocks_total", event="hit") == 2
     assert value(metrics, "flowpath_store_blocks_total", event="written") == 1
     assert value(metrics, "flowpath_store_blocks_total", event="dropped_full") == 5
@@ -35,12 +37,18 @@ def test_metrics_move_by_what_was_counted_since_the_meter_began() -> None:
     assert value(metrics, "flowpath_store_link_wait_seconds_total") == 0.5
     assert value(metrics, "flowpath_store_stored_bytes") == 400
     assert value(metrics, "flowpath_store_queued_bytes") == 20
+    assert value(metrics, "flowpath_store_tier_bytes") == 50
+    ways = ("loaded", "uploaded", "downloaded")
+    passed = [value(metrics, "flowpath_store_buffer_bytes_total", way=way) for way in ways]
+    assert passed == [10, 20, 30]
+    assert value(metrics, "flowpath_store_buffer_wait_seconds_total") == 1.5
 
 
 def test_every_count_of_blocks_has_its_event() -> None:
     metrics = WorkerMetrics()
     counts = {name: 1 for name in StoreStats.__dataclass_fields__ if name.startswith("num_")}
-    StoreMeter(metrics.store, StoreStats(), LinkStats()).take(StoreStats(**counts), LinkStats())
+    meter = StoreMeter(metrics.store, StoreStats(), LinkStats(), BufferStats())
+    meter.take(StoreStats(**counts), LinkStats(), BufferStats())
     events = [
         sample
         for family in metrics.store.blocks.collect()

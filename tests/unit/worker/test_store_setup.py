@@ -1,6 +1,7 @@
 """A worker opens the store that its settings name, or says why it cannot."""
 
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -8,12 +9,17 @@ import pytest
 
 from common.config.settings import Settings
 from common.errors import ConfigError
+from common.kv.device_pool import DevicePool
 from common.kv.layout import KVLayout
 from common.kv.pool import KVPool
-from common.storage.interface import NoStore
-from common.worker.store_setup import open_worker_store
+from common.storage.linked_store import LinkedStore
+from common.traffic.shared_link import SharedLink
+from common.worker.store_paths import BufferedPath, DirectPath
+from common.worker.store_setup import open_worker_store, worker_store
+from tests.support.fake_cuda import FakeGpus
 
 LAYOUT = KVLayout(num_layers=2, block_size=8, num_kv_heads=1, head_dim=4, dtype="float32")
+SIZE = LAYOUT.block_bytes
 
 
 def machine(pool: object) -> SimpleNamespace:
@@ -23,34 +29,75 @@ def machine(pool: object) -> SimpleNamespace:
 
 @pytest.fixture
 def pool() -> Iterator[KVPool]:
-    pool = KVPool(4, LAYOUT.block_bytes)
+    pool = KVPool(4, SIZE)
     yield pool
     pool.close()
 
 
-def test_blocks_go_from_the_pool_to_the_store_and_back(tmp_path: Path, pool: KVPool) -> None:
-    store = open_worker_store(Settings(store=f"file:{tmp_path}/s"), machine(pool))
-    pool.buffer[: LAYOUT.block_bytes] = b"\x07" * LAYOUT.block_bytes
-    assert store.write(b"h" * 16, None, pool.buffer[: LAYOUT.block_bytes])
-    assert store.flush(60.0)
-    assert store.read([b"h" * 16], pool.buffer, [2]) == [True]
-    start = 2 * LAYOUT.block_bytes
-    assert bytes(pool.buffer[start : start + LAYOUT.block_bytes]) == b"\x07" * LAYOUT.block_bytes
-    store.close()
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return f"file:{tmp_path}/s"
+
+
+def test_blocks_go_from_the_pool_to_the_store_and_back(url: str, pool: KVPool) -> None:
+    with closing(open_worker_store(Settings(store=url), machine(pool))) as opened:
+        store = opened.storage
+        pool.buffer[:SIZE] = b"\x07" * SIZE
+        assert store.write(b"h" * 16, None, pool.buffer[:SIZE])
+        assert store.flush(60.0)
+        path = opened.open_path(LinkedStore(store, SharedLink(0)))
+        assert isinstance(path, DirectPath)
+        assert path.read([b"h" * 16], [2], None) == 1
+        assert bytes(pool.buffer[2 * SIZE : 3 * SIZE]) == b"\x07" * SIZE
+        assert opened.stats().num_tier_hits == 0
 
 
 @pytest.mark.parametrize("store", ["none", "auto"])
 def test_a_worker_that_is_told_of_no_store_has_none(store: str) -> None:
-    opened = open_worker_store(Settings(store=store), machine(object()))
-    assert isinstance(opened, NoStore)
+    with worker_store(Settings(store=store), machine(object())) as opened:
+        assert opened is None
 
 
-def test_a_pool_that_is_not_in_host_memory_is_refused_by_name(tmp_path: Path) -> None:
-    class DevicePool:
+def test_blocks_pass_a_buffer_where_that_is_wished(url: str, pool: KVPool) -> None:
+    settings = Settings(store=url, store_path="buffered", store_buffer_bytes=3 * SIZE)
+    with worker_store(settings, machine(pool)) as opened:
+        assert opened is not None
+        path = opened.open_path(LinkedStore(opened.storage, SharedLink(0)))
+        assert isinstance(path, BufferedPath)
+        path.close()
+
+
+def test_a_pool_on_a_gpu_has_a_buffer_and_a_tier_of_page_locked_memory(url: str) -> None:
+    driver = FakeGpus().process()
+    pool = DevicePool(4, SIZE, 0, driver=driver)
+    settings = Settings(store=url, host_tier_bytes=3 * SIZE, store_buffer_bytes=2 * SIZE)
+    before = driver.num_mappings
+    with worker_store(settings, machine(pool)) as opened:
+        assert opened is not None
+        assert driver.num_mappings == before + 2
+        path = opened.open_path(LinkedStore(opened.storage, SharedLink(0)))
+        assert isinstance(path, BufferedPath)
+        path.close()
+    assert driver.num_mappings == before
+    pool.close()
+
+
+@pytest.mark.parametrize("setting", ["host_tier_bytes", "store_buffer_bytes"])
+@pytest.mark.parametrize(("num_bytes", "reason"), [(SIZE - 1, "no block"), (2**50, "available")])
+def test_host_memory_that_cannot_be_had_is_refused_by_its_name(
+    url: str, pool: KVPool, setting: str, num_bytes: int, reason: str
+) -> None:
+    settings = Settings(store=url, store_path="buffered", **{setting: num_bytes})
+    with pytest.raises(ConfigError, match=rf"{setting}.*{reason}"):
+        open_worker_store(settings, machine(pool))
+
+
+def test_a_pool_in_several_pieces_is_refused_by_name(tmp_path: Path, url: str) -> None:
+    class RankedPool:
         pass
 
-    with pytest.raises(ConfigError, match=r"a store is for workers on a CPU.*is a DevicePool"):
-        open_worker_store(Settings(store=f"file:{tmp_path}/s"), machine(DevicePool()))
+    with pytest.raises(ConfigError, match=r"whose pool is in one piece.*is a RankedPool"):
+        open_worker_store(Settings(store=url), machine(RankedPool()))
     assert not (tmp_path / "s").exists()
 
 

@@ -1,0 +1,78 @@
+"""A worker's store with what stands before it in host memory."""
+
+from collections.abc import Sequence
+
+from common.kv.device_pool import DevicePool
+from common.kv.pool import KVPool
+from common.storage.interface import BlockStore, Memory, StoreStats
+from common.storage.linked_store import LinkedStore
+from common.storage.tiered_store import TieredStore
+from common.worker.pool_copies import open_pool_copies
+from common.worker.store_buffer import BufferStats, StoreBuffer
+from common.worker.store_paths import BufferedPath, DirectPath, PlacedTier, StorePath
+
+NEEDS_BUFFER = "a pool on a GPU needs a buffer"
+
+
+class WorkerStore:
+    """What outlives an incarnation of the store's use: the store, its tier, and its buffer,
+    without which storage reads into the pool's own memory.
+    """
+
+    def __init__(
+        self,
+        storage: BlockStore,
+        pool: KVPool | DevicePool,
+        tier: PlacedTier | None = None,
+        buffer: StoreBuffer | None = None,
+    ) -> None:
+        self.storage = storage
+        """Without the tier: what other workers can find."""
+        self._pool = pool
+        self._tier = tier
+        self._buffer = buffer
+        self._tiered = self._with_tier(storage)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block."""
+        return self._pool.block_bytes
+
+    @property
+    def read_memory(self) -> Memory:
+        """The memory that storage reads into."""
+        if self._buffer is not None:
+            return self._buffer.memory.buffer
+        assert isinstance(self._pool, KVPool), NEEDS_BUFFER
+        return self._pool.buffer
+
+    def longest_prefix(self, hashes: Sequence[bytes]) -> int:
+        """Return how many leading blocks this worker can read, from wherever."""
+        return self._tiered.longest_prefix(hashes)
+
+    def open_path(self, linked: LinkedStore) -> StorePath:
+        """Return a way between pool and store, whose reads of storage go through ``linked``."""
+        if self._buffer is not None:
+            reads, writes = open_pool_copies(self._pool), open_pool_copies(self._pool)
+            return BufferedPath(linked, self._tier, self._buffer, reads, writes)
+        assert isinstance(self._pool, KVPool), NEEDS_BUFFER
+        return DirectPath(self._with_tier(linked), self._pool)
+
+    def stats(self) -> StoreStats:
+        """Return what was counted since the store was opened."""
+        return self._tiered.stats()
+
+    def buffer_stats(self) -> BufferStats:
+        """Return what has passed the buffer; zeros without one."""
+        return BufferStats() if self._buffer is None else self._buffer.stats()
+
+    def close(self) -> None:
+        """Write what was taken, and let go of all memory; no path is in use any more."""
+        self.storage.close()
+        if self._buffer is not None:
+            self._buffer.memory.close()
+        if self._tier is not None:
+            self._tier.memory.close()
+
+    def _with_tier(self, storage: BlockStore) -> BlockStore:
+        return storage if self._tier is None else TieredStore(storage, self._tier.tier)

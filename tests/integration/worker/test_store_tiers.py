@@ -1,0 +1,143 @@
+"""Real workers with host memory before the store: a tier, and the buffer of the papers' 2.2."""
+
+from pathlib import Path
+
+import pytest
+
+from common.messages.fields import PhaseName, Role
+from tests.support.played_store import (
+    BLOCK_BYTES,
+    GREEDY,
+    LONGER,
+    PROMPT,
+    SIZE,
+    Played,
+    num_computed,
+    playing,
+    value,
+)
+from tests.support.running_worker import RunningWorker, WorkerOptions
+from tests.support.stored_blocks import files_of
+from tests.support.worker_harness import expected
+
+NUM_STORED = len(PROMPT)
+HIT_BYTES = NUM_STORED // SIZE * BLOCK_BYTES
+MISSED_BYTES = -(-(len(LONGER) - NUM_STORED) // SIZE) * BLOCK_BYTES
+BUFFERED = WorkerOptions(num_buffer_blocks=3, is_keeping=False)
+"""The buffer holds a quarter of what is read."""
+
+
+def passed(worker: RunningWorker) -> dict[str, float]:
+    """Return the bytes of each resource between the store and the worker's pool."""
+    buffer = {
+        way: value(worker, "store_buffer_bytes_total", way=way)
+        for way in ("loaded", "uploaded", "downloaded")
+    }
+    return {"storage link": worker.store.link_stats().kv_bytes, **buffer}
+
+
+async def pair(played: Played) -> tuple[RunningWorker, RunningWorker]:
+    decode, _ = await played.start("decode", Role.DECODE, BUFFERED)
+    prefill, _ = await played.start("prefill", Role.PREFILL, BUFFERED)
+    return prefill, decode
+
+
+async def answered(played: Played, *workers: RunningWorker) -> None:
+    answer = await played.cluster.answer("r")
+    assert answer.token_ids(0) == expected(LONGER, GREEDY)
+    for worker in workers:
+        await worker.idle()
+
+
+READ = {
+    "storage link": HIT_BYTES,
+    "loaded": HIT_BYTES,
+    "uploaded": HIT_BYTES,
+    "downloaded": 0,
+}
+UNREAD = dict.fromkeys(READ, 0)
+
+
+async def test_the_bytes_of_a_read_at_the_prefill_side(tmp_path: Path) -> None:
+    async with playing(tmp_path) as played:
+        await played.fill()
+        prefill, decode = await pair(played)
+        played.cluster.place("r", LONGER, GREEDY, num_stored_tokens=NUM_STORED)
+        await answered(played, prefill, decode)
+        assert (passed(prefill), passed(decode)) == (READ, UNREAD)
+        assert played.phase(PhaseName.LOAD).num_bytes == HIT_BYTES
+        assert played.phase(PhaseName.TRANSFER).num_bytes == HIT_BYTES + MISSED_BYTES
+
+
+async def test_the_bytes_of_a_read_at_the_decode_side(tmp_path: Path) -> None:
+    async with playing(tmp_path) as played:
+        await played.fill()
+        prefill, decode = await pair(played)
+        played.cluster.place("r", LONGER, GREEDY, num_prefix_tokens=NUM_STORED)
+        played.cluster.copy_prefix("r", PROMPT, "decode", "prefill", num_stored_tokens=NUM_STORED)
+        await answered(played, prefill, decode)
+        assert (passed(prefill), passed(decode)) == (UNREAD, READ)
+        assert played.phase(PhaseName.PREFIX).num_bytes == HIT_BYTES
+        assert played.phase(PhaseName.TRANSFER).num_bytes == MISSED_BYTES
+
+
+async def test_what_is_computed_leaves_the_pool_through_the_buffer(tmp_path: Path) -> None:
+    async with playing(tmp_path) as played:
+        options = WorkerOptions(num_buffer_blocks=2)
+        writer, store = await played.start("reader", options=options)
+        played.place()
+        await played.answered()
+        await writer.idle()
+        played.flush()
+        assert len(store.offered) == len(files_of(played.folder)) == len(PROMPT) // SIZE
+        assert passed(writer)["downloaded"] == HIT_BYTES
+
+
+@pytest.mark.parametrize("num_buffer_blocks", [0, 3], ids=["direct", "buffered"])
+async def test_a_worker_reads_from_its_tier_what_it_wrote_itself(
+    tmp_path: Path, num_buffer_blocks: int
+) -> None:
+    async with playing(tmp_path) as played:
+        options = WorkerOptions(num_tier_blocks=32, num_buffer_blocks=num_buffer_blocks)
+        reader, store = await played.start("reader", options=options)
+        played.place(request="first")
+        await played.answered(request="first")
+        await reader.idle()
+        before = (store.num_read, reader.store.link_stats().kv_bytes)
+        reader.blocks.clear_cache()
+        reader.pool.buffer[:] = bytes(len(reader.pool.buffer))
+        played.place()
+        await played.answered()
+        await reader.idle()
+        num_loaded = len(PROMPT) // SIZE - 1
+        assert played.phase(PhaseName.LOAD).num_bytes == num_loaded * BLOCK_BYTES
+        assert value(reader, "store_blocks_total", event="tier_hit") == num_loaded
+        assert (store.num_read, reader.store.link_stats().kv_bytes) == before
+        assert num_computed(reader, 2) == len(PROMPT) + SIZE
+        assert value(reader, "store_tier_bytes") == HIT_BYTES
+        rates = reader.hybrid.heartbeat().rates
+        assert rates.read_tokens_per_second == 0, "of storage nothing is known yet"
+
+
+async def test_a_block_of_the_tier_that_storage_lost_is_written_again(tmp_path: Path) -> None:
+    async with playing(tmp_path) as played:
+        options = WorkerOptions(num_tier_blocks=32)
+        reader, _ = await played.start("reader", options=options)
+        played.place()
+        await played.answered()
+        await reader.idle()
+        played.flush()
+        hashes = reader.blocks.prefix_hashes(PROMPT)
+        lost = hashes[3:]
+        for path in files_of(played.folder):
+            if bytes.fromhex(path.name[:32]) in lost:
+                path.unlink()
+        assert len(files_of(played.folder)) == 3
+        played.stores[0].read(lost, bytearray(len(lost) * BLOCK_BYTES), range(len(lost)), hashes[2])
+        # As after a restart: what was kept before is not remembered.
+        reader.hybrid._stored.kept._last_kept.clear()
+        played.place(LONGER, request="longer")
+        await played.answered(LONGER, request="longer")
+        await reader.idle()
+        played.flush()
+        assert len(files_of(played.folder)) == (len(LONGER) + GREEDY.max_tokens - 1) // SIZE
