@@ -42,7 +42,7 @@ class Read(Protocol):
     """Bytes that are on their way into the own memory."""
 
     def is_done(self) -> bool:
-        """Whether all are there; TransferError when that failed, and no more of them will come.
+        """Whether all are there; TransferError when that failed, though some may still come.
 
         Moves the work on where the hardware does not.
         """

@@ -32,7 +32,9 @@ def is_nixl_installed() -> bool:
 
 
 class NixlRead:
-    """One transfer request. Its handle lives until it is over: letting go would end nothing."""
+    """One transfer request. Its handle lives until all is there, or with the agent: letting go of
+    it would end nothing, and NIXL may tell of a failure while other parts are under way.
+    """
 
     def __init__(self, agent: "NixlAgent", handle: Any, state: str) -> None:
         self._agent = agent
@@ -45,9 +47,9 @@ class NixlRead:
             self._state = self._agent.state_of(self._handle)
         if self._state == "PROC":
             return False
-        self.drop()
         if self._state != "DONE":
             raise TransferError(f"NIXL's read failed: {self._state}")
+        self.drop()
         return True
 
     def drop(self) -> None:
