@@ -249,17 +249,29 @@ class BlockManager:
         """
         table = self._table(owner)
         num_full = len(token_ids) // self._block_size
-        if num_full > len(table.blocks):
-            raise LocalProtocolError(f"{owner} does not hold {len(token_ids)} tokens to publish")
         first = len(table.hashes)
+        self._refuse_unheld(owner, table, num_full)
         if num_full <= first:
             return
         previous = table.hashes[-1] if first else None
         new_ids = token_ids[first * self._block_size : num_full * self._block_size]
-        for block, digest in zip(
-            table.blocks[first:num_full], self._cache.chain(previous, new_ids), strict=True
-        ):
-            self._cache.add(block, digest, previous)
+        self._publish(table, self._cache.chain(previous, new_ids))
+
+    def publish_hashed(self, owner: str, hashes: Sequence[bytes]) -> None:
+        """Publish the blocks of these hashes, which are the owner's first (see ``publish``)."""
+        table = self._table(owner)
+        self._refuse_unheld(owner, table, len(hashes))
+        self._publish(table, hashes[len(table.hashes) :])
+
+    def _refuse_unheld(self, owner: str, table: _Table, num_blocks: int) -> None:
+        if num_blocks > len(table.blocks):
+            raise LocalProtocolError(f"{owner} does not hold {num_blocks} blocks to publish")
+
+    def _publish(self, table: _Table, new_hashes: Iterable[bytes]) -> None:
+        """Publish the blocks after those that are published."""
+        previous = table.hashes[-1] if table.hashes else None
+        for digest in new_hashes:
+            self._cache.add(table.blocks[len(table.hashes)], digest, previous)
             table.hashes.append(digest)
             previous = digest
 

@@ -118,8 +118,12 @@ class StoredPrefixes:
             log.info("load_without_room", request_id=load.request_id, num_tokens=num_tokens)
             return PrefixLoaded()
         first = acquired.num_cached_tokens // self._block_size
-        num_read, num_from_storage, seconds = await self._read(load, acquired.block_ids, first)
-        self._blocks.publish(owner, load.tokens[: (first + num_read) * self._block_size])
+        # Once, and no more: of a long prompt that takes milliseconds.
+        hashes = self._blocks.prefix_hashes(load.tokens)
+        num_read, num_from_storage, seconds = await self._read(
+            load, hashes, acquired.block_ids, first
+        )
+        self._blocks.publish_hashed(owner, hashes[: first + num_read])
         self._blocks.release(owner)
         loaded = PrefixLoaded(
             num_read * self._block_size, num_read * self._access.block_bytes, num_read, seconds
@@ -138,10 +142,9 @@ class StoredPrefixes:
         return loaded
 
     async def _read(
-        self, load: _Load, block_ids: Sequence[int], first: int
+        self, load: _Load, hashes: Sequence[bytes], block_ids: Sequence[int], first: int
     ) -> tuple[int, int, float]:
         """Read from number ``first`` on; return blocks, those from storage, seconds in reads."""
-        hashes = self._blocks.prefix_hashes(load.tokens)
         start, num_from_storage, total = first, 0, 0.0
         while load.is_wanted and start < len(hashes):
             end = min(start + self._batch, len(hashes))

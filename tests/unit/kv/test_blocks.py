@@ -144,6 +144,22 @@ def test_lists_and_arrays_of_any_integer_type_name_the_same_prefix() -> None:
     assert manager.match(strided_and_wide, 99) == 8
 
 
+def test_blocks_are_published_by_hashes_that_are_known() -> None:
+    manager = make(16)
+    prompt = tokens(4)
+    hashes = manager.prefix_hashes(prompt)
+    acquired = acquire(manager, "a", prompt)
+    for count in (1, 3, 2):
+        manager.publish_hashed("a", hashes[:count])
+    assert manager.match(prompt, 99) == 3 * SIZE
+    manager.publish("a", prompt)
+    with pytest.raises(LocalProtocolError, match="does not hold 5 blocks to publish"):
+        manager.publish_hashed("a", [*hashes, b"h" * 16])
+    manager.release("a")
+    assert acquire(manager, "b", prompt).block_ids == acquired.block_ids
+    manager.validate()
+
+
 def test_publishing_again_or_less_changes_nothing() -> None:
     manager = make(16)
     prompt = tokens(3)
@@ -433,7 +449,7 @@ def test_a_wrong_call_for_a_live_owner_is_our_own_fault() -> None:
         manager.fork("a", "b", 4)
     with pytest.raises(LocalProtocolError, match="does not hold 9 tokens to fork"):
         manager.fork("a", "c", 9)
-    with pytest.raises(LocalProtocolError, match="does not hold 12 tokens to publish"):
+    with pytest.raises(LocalProtocolError, match="does not hold 3 blocks to publish"):
         manager.publish("a", tokens(3))
     manager.validate()
 
