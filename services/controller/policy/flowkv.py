@@ -34,6 +34,8 @@ from services.controller.policy.views import Placement, RequestView
 MAX_LOCAL_BLOCKS = 2
 """Uncached blocks up to which a decode worker computes a prompt itself."""
 MIN_COPY_BLOCKS = 2
+COPY_SECONDS = 0.02
+"""What a copy takes beside its bytes: two workers' messages, each behind what it is at."""
 MAX_COPY_SHARE = 0.5
 """Most that a copy may take of the time to compute the same blocks: it keeps two pools busy."""
 
@@ -91,7 +93,7 @@ def _costs(cluster: ClusterView, request: RequestView) -> _Costs:
     if request.hits:
         holder = int(hits.argmax())
         gain = hits[holder] - hits
-        copy = gain * cluster.block_bytes * cluster.link_seconds[holder]
+        copy = COPY_SECONDS + gain * cluster.block_bytes * cluster.link_seconds[holder]
         saved = (request.block_size * gain) * token_seconds
         is_copied = (copy <= MAX_COPY_SHARE * saved) & (gain >= MIN_COPY_BLOCKS)
         is_copied &= cluster.pair_tier[holder] < INFINITE

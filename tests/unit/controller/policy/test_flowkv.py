@@ -15,6 +15,7 @@ from services.controller.policy.estimates import (
     link_rate,
     prefill_score,
 )
+from services.controller.policy.flowkv import COPY_SECONDS
 from services.controller.policy.policies import make_policy
 from services.controller.policy.views import Pairing, Placement, RequestView, WorkerView
 from tests.unit.controller.policy.builders import BROKEN, WORKS, C, D, P, key, request, worker
@@ -136,6 +137,16 @@ def test_a_missing_prefix_is_copied_where_that_is_cheaper_than_computing_it() ->
     assert (placement.copy_from, placement.num_copy_blocks) == (None, 0)
 
 
+def test_a_prefix_that_is_computed_as_fast_as_it_is_asked_for_is_not_copied() -> None:
+    fast = 64 * 12 / (COPY_SECONDS + 0.012)  # as fast as the copy of 12 blocks of 1 MB at 1 GB/s
+    for rate, is_copied in ((0.45 * fast, True), (0.55 * fast, False)):
+        rates = {"prefill_rate": rate, "links": {"p1": 1e9}}
+        workers = [worker("p0", P, 4000, **rates), worker("p1", P, **rates), worker("d", D)]
+        placement = choose(workers, request(1024, p0=12))
+        assert placement.prefill.worker_id == "p1"
+        assert (placement.copy_from is not None) == is_copied
+
+
 def test_a_decode_worker_gives_a_prefix_to_a_prefill_worker() -> None:
     workers = [worker("p", P), worker("d", D, links={"p": 1e9})]
     placement = choose(workers, request(1024, d=10))
@@ -251,7 +262,7 @@ def brute_force(workers: list[WorkerView], asked: RequestView, *, is_fixed: bool
             if not p.can_prefill:
                 continue
             gain = asked.hits.get(holder.key, 0) - hit
-            copied = transfer_seconds(holder, p, gain)
+            copied = COPY_SECONDS + transfer_seconds(holder, p, gain)
             saved = gain * asked.block_size / (p.prefill_rate or fastest)
             may_copy = C not in (p.role, holder.role) and holder.pairing_with(p) is not BROKEN
             if gain >= 2 and copied <= saved / 2 and may_copy:
