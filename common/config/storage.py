@@ -32,6 +32,11 @@ class StorageSettings(BaseModel):
     store_writes: bool = Field(
         default=True, description="Whether computed blocks are written to the store."
     )
+    store_preload: str = Field(
+        "",
+        description="File of prompts (JSON lines with tokens, as /tokenize answers) that each "
+        "worker loads from the store when it starts, up to half of its pool.",
+    )
     host_tier_bytes: Bytes = Field(
         0,
         ge=0,

@@ -45,6 +45,7 @@ from common.worker.machine import Machine, build_machine
 from common.worker.outbound import OutboundHandoffs
 from common.worker.own_role import OwnRole
 from common.worker.parts import Channels, WorkerParts
+from common.worker.preload import Prompts, prompts_to_preload
 from common.worker.setup import HandoffSetup
 from common.worker.store_access import StoreAccess
 from common.worker.store_setup import worker_store
@@ -76,13 +77,16 @@ def run(settings: Settings, role: Role, worker_id: str) -> int:
     try:
         prepare_run_dir(settings.run_dir)
         check_network(settings)
+        to_preload = prompts_to_preload(settings)
         with (
             closing(build_machine(settings, worker_id, role)) as machine,
             worker_store(settings, machine) as store,
         ):
             gc.freeze()
             while True:
-                incarnation = _Incarnation(settings, role, WorkerId(worker_id), machine, store)
+                incarnation = _Incarnation(
+                    settings, role, WorkerId(worker_id), machine, store, to_preload
+                )
                 if not uvloop.run(incarnation.live()):
                     return 0
                 role = incarnation.role
@@ -121,12 +125,14 @@ class _Incarnation:
         worker_id: WorkerId,
         machine: Machine,
         store: WorkerStore | None,
+        to_preload: Prompts,
     ) -> None:
         self._settings = settings
         self.role = role
         self._id = worker_id
         self._machine = machine
         self._store = store
+        self._to_preload = to_preload
         self._identity = Identity(worker_id, new_epoch())
         self._stop = asyncio.Event()
         self._journal: JournalWriter | None = None
@@ -213,7 +219,7 @@ class _Incarnation:
                 scheduler=self._scheduler(blocks, limits),
                 stored=None
                 if hands.store is None
-                else StoredBlocks(hands.store, blocks, settings.block_size),
+                else StoredBlocks(hands.store, blocks, settings.block_size, self._to_preload),
                 own_pool=own_pool,
                 host_blocks=machine.host_blocks,
                 lease_seconds=settings.lease_seconds,

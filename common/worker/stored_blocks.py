@@ -8,9 +8,11 @@ from common.ids import RequestId
 from common.kv.blocks import BlockManager
 from common.kv.prefix_cache import HASH_BYTES
 from common.messages.control import LookUpPrefix, PrefixFound
+from common.telemetry.progress import Progress
 from common.telemetry.store_metrics import StoreMetrics
 from common.worker.control import ControlLink
 from common.worker.kept_blocks import KeptBlocks
+from common.worker.preload import Prompts, preload
 from common.worker.store_access import StoreAccess
 from common.worker.store_measures import StoreMeter
 from common.worker.stored_prefixes import StoredPrefixes
@@ -24,8 +26,17 @@ MAX_LOOK_UPS = 256
 class StoredBlocks:
     """One worker's use of the store. Lives in the loop; ``serve`` does the work."""
 
-    def __init__(self, access: StoreAccess, blocks: BlockManager, block_size: int) -> None:
+    def __init__(
+        self,
+        access: StoreAccess,
+        blocks: BlockManager,
+        block_size: int,
+        to_preload: Prompts = (),
+    ) -> None:
         self._access = access
+        self._to_preload = to_preload
+        self._pool_tokens = blocks.counts().total * block_size
+        self._preloading: asyncio.Task[int] | None = None
         self._look_ups: asyncio.Queue[tuple[RequestId, list[bytes]]] = asyncio.Queue(MAX_LOOK_UPS)
         self.prefixes = StoredPrefixes(access, blocks, block_size)
         self.kept = KeptBlocks(access, blocks)
@@ -67,6 +78,14 @@ class StoredBlocks:
             tasks.create_task(self.prefixes.serve(), name="store reads")
             tasks.create_task(self._serve_look_ups(), name="store look-ups")
             tasks.create_task(self.kept.serve(), name="store writes")
+            if self._to_preload:
+                work = preload(self._to_preload, self.prefixes, self._pool_tokens, Progress())
+                self._preloading = tasks.create_task(work, name="store preload")
+
+    def stop_preloading(self) -> None:
+        """Load nothing more but what requests wait for."""
+        if self._preloading is not None:
+            self._preloading.cancel()
 
     async def _serve_look_ups(self) -> None:
         while True:

@@ -288,6 +288,8 @@ class HybridWorker:
     async def drain(self, seconds: float) -> bool:
         """Take nothing new and wait for what runs; return whether all of it ended in time."""
         self.availability.is_shutting_down = True
+        if self._stored is not None:
+            self._stored.stop_preloading()
         deadline = monotonic() + seconds
         log.info("draining", num_requests=len(self._scheduler.request_ids()), seconds=seconds)
         await self._control.catch_up("draining")  # what was placed here before is refused by name

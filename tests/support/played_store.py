@@ -56,11 +56,11 @@ class Played:
         with_store = replace(options, store=store)
         return await self.cluster.start_worker(name, role, with_store), store
 
-    async def fill(self, prompt: tuple[int, ...] = PROMPT) -> None:
+    async def fill(self, prompt: tuple[int, ...] = PROMPT, request: str = "stored") -> None:
         """Let a worker compute a prompt, and wait until its blocks are stored."""
-        writer, _ = await self.start("writer")
-        self.cluster.place("stored", prompt, GREEDY, prefill="writer", decode=None)
-        await self.cluster.answer("stored")
+        writer, _ = await self.start(f"writer of {request}")
+        self.cluster.place(request, prompt, GREEDY, prefill=f"writer of {request}", decode=None)
+        await self.cluster.answer(request)
         await writer.idle()
         self.flush()
 

@@ -87,6 +87,8 @@ class WorkerOptions:
     """Whether what is computed is written to the store."""
     is_compacting: bool = False
     """Whether the pool is tidied in idle time."""
+    to_preload: tuple[tuple[int, ...], ...] = ()
+    """Prompts that are loaded at the start."""
     num_tier_blocks: int = 0
     """Of the host tier before the store; 0 for none."""
     num_buffer_blocks: int = 0
@@ -114,7 +116,7 @@ class RunningWorker:
         self._stored = (
             None
             if options.store is None
-            else StoredBlocks(self.store, self.blocks, LAYOUT.block_size)
+            else StoredBlocks(self.store, self.blocks, LAYOUT.block_size, options.to_preload)
         )
         self._transports = open_transports(self.pool, options.lease_seconds, options.transport, "")
         self._around = surroundings

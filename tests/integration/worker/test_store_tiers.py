@@ -1,10 +1,12 @@
 """Real workers with host memory before the store: a tier, and the buffer of the papers' 2.2."""
 
+import asyncio
 from pathlib import Path
 
 import pytest
 
 from common.messages.fields import PhaseName, Role
+from common.worker import kept_blocks
 from tests.support.played_store import (
     BLOCK_BYTES,
     GREEDY,
@@ -23,6 +25,7 @@ from tests.support.worker_harness import expected
 NUM_STORED = len(PROMPT)
 HIT_BYTES = NUM_STORED // SIZE * BLOCK_BYTES
 MISSED_BYTES = -(-(len(LONGER) - NUM_STORED) // SIZE) * BLOCK_BYTES
+OTHER = tuple(range(700, 700 + NUM_STORED))
 BUFFERED = WorkerOptions(num_buffer_blocks=3, is_keeping=False)
 """The buffer holds a quarter of what is read."""
 
@@ -119,7 +122,10 @@ async def test_a_worker_reads_from_its_tier_what_it_wrote_itself(
         assert rates.read_tokens_per_second == 0, "of storage nothing is known yet"
 
 
-async def test_a_block_of_the_tier_that_storage_lost_is_written_again(tmp_path: Path) -> None:
+async def test_a_block_of_the_tier_that_storage_lost_is_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kept_blocks, "GRACE_SECONDS", 0.0)
     async with playing(tmp_path) as played:
         options = WorkerOptions(num_tier_blocks=32)
         reader, _ = await played.start("reader", options=options)
@@ -141,3 +147,52 @@ async def test_a_block_of_the_tier_that_storage_lost_is_written_again(tmp_path: 
         await reader.idle()
         played.flush()
         assert len(files_of(played.folder)) == (len(LONGER) + GREEDY.max_tokens - 1) // SIZE
+
+
+# ---- prompts that are loaded at the start --------------------------------------------------------
+
+
+async def test_prompts_are_loaded_before_anybody_asks_for_them(tmp_path: Path) -> None:
+    async with playing(tmp_path) as played:
+        await played.fill()
+        options = WorkerOptions(to_preload=(tuple(range(500, 540)), PROMPT))
+        reader, store = await played.start("reader", options=options)
+        await played.cluster.board.wait_for(
+            "all of it is cached", lambda: reader.blocks.match(PROMPT, NUM_STORED) == NUM_STORED
+        )
+        num_read = store.num_read
+        played.place()
+        await played.answered()
+        await reader.idle()
+        assert store.num_read == num_read, "the request finds it"
+        assert num_computed(reader) == SIZE
+
+
+async def test_no_more_than_half_of_the_pool_is_loaded_ahead(tmp_path: Path) -> None:
+    async with playing(tmp_path) as played:
+        await played.fill()
+        await played.fill(OTHER, request="other")
+        blocks = 4 * NUM_STORED // SIZE - 2
+        options = WorkerOptions(num_blocks=blocks, to_preload=(PROMPT, OTHER))
+        reader, _ = await played.start("reader", options=options)
+        await played.cluster.board.wait_for(
+            "the first is cached", lambda: reader.blocks.match(PROMPT, NUM_STORED) == NUM_STORED
+        )
+        await reader.idle()
+        assert reader.blocks.match(OTHER, len(OTHER)) == 0
+
+
+async def test_a_worker_that_drains_preloads_nothing_more(tmp_path: Path) -> None:
+    async with playing(tmp_path) as played:
+        await played.fill()
+        store = played.open_store()
+        store.reads.hold()
+        options = WorkerOptions(store=store, to_preload=(PROMPT, OTHER))
+        reader = await played.cluster.start_worker("reader", Role.PREFILL, options)
+        await store.reads.arrived(1)
+        draining = asyncio.ensure_future(reader.hybrid.drain(30.0))
+        await asyncio.sleep(0)
+        store.reads.open()
+        assert await draining
+        await reader.idle()
+        assert store.num_read == len(PROMPT) // SIZE
