@@ -53,6 +53,11 @@ class StoreAccess:
         """Bytes of one block."""
         return self._store.block_bytes
 
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of the buffer that blocks pass; 0 without one."""
+        return self._store.buffer_bytes
+
     async def longest_prefix(self, hashes: Sequence[bytes]) -> int:
         """Return how many leading blocks of a prompt can be read here."""
         loop = asyncio.get_running_loop()

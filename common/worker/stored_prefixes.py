@@ -51,7 +51,8 @@ class StoredPrefixes:
         self._access = access
         self._blocks = blocks
         self._block_size = block_size
-        self._batch = max(1, BATCH_BYTES // access.block_bytes)
+        # A buffer takes several turns, so that copies and reads overlap.
+        self._batch = max(1, max(BATCH_BYTES, access.buffer_bytes) // access.block_bytes)
         self._loads: deque[_Load] = deque()
         self._has_loads = asyncio.Event()
         self._numbers = itertools.count()

@@ -39,6 +39,11 @@ class WorkerStore:
         return self._pool.block_bytes
 
     @property
+    def buffer_bytes(self) -> int:
+        """Bytes of the buffer; 0 without one."""
+        return 0 if self._buffer is None else self._buffer.memory.num_blocks * self.block_bytes
+
+    @property
     def read_memory(self) -> Memory:
         """The memory that storage reads into."""
         if self._buffer is not None:

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from common.messages.control import RequestFinished
 from common.messages.fields import PhaseName, Role
-from common.worker import kept_blocks
+from common.worker import kept_blocks, stored_prefixes
 from tests.support.played_store import (
     BLOCK_BYTES,
     GREEDY,
@@ -147,6 +148,24 @@ async def test_a_block_of_the_tier_that_storage_lost_is_written_again(
         await reader.idle()
         played.flush()
         assert len(files_of(played.folder)) == (len(LONGER) + GREEDY.max_tokens - 1) // SIZE
+
+
+async def test_a_load_asks_for_a_buffer_full_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stored_prefixes, "BATCH_BYTES", BLOCK_BYTES)
+    async with playing(tmp_path) as played:
+        await played.fill()
+        options = WorkerOptions(num_buffer_blocks=8)
+        reader, store = await played.start("reader", options=options)
+        store.reads.hold()
+        played.place()
+        await store.reads.arrived(1)
+        played.cluster.cancel("r", "reader")
+        await played.cluster.heard("reader", RequestFinished, "r")
+        store.reads.open()
+        await reader.idle()
+        assert store.num_read == 8, "and for no other one when nobody waits any more"
 
 
 # ---- prompts that are loaded at the start --------------------------------------------------------
