@@ -154,7 +154,11 @@ class Directive:
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRUCT)
 class SetDraining:
-    """Controller → worker: take no new work, or take it again. Heartbeats tell. Idempotent."""
+    """Controller → worker: take no new work, or take it again. Heartbeats tell. Idempotent.
+
+    What waits there and has not begun is given back (``PrefillRefused``), if this controller placed
+    it.
+    """
 
     is_draining: Flag
 
@@ -417,9 +421,9 @@ class PlaceRequest:
     """Controller → worker: prefill this request. One raw frame: prompt ids, int32 little-endian.
 
     ``decode`` names the worker that decodes; None means this one does both and nothing moves. The
-    worker answers with tokens to the gateway, and ``DecodeRefused``, ``DecodeStarted`` (from the
-    decode side), ``RequestFinished`` or ``RequestFailed`` to the controller. A repeat of a known
-    id is ignored.
+    worker answers with tokens to the gateway, and ``PrefillRefused``, ``DecodeRefused``,
+    ``DecodeStarted`` (from the decode side), ``RequestFinished`` or ``RequestFailed`` to the
+    controller. A repeat of a known id is ignored.
     """
 
     request_id: RequestId
@@ -460,6 +464,19 @@ class PlacementUnknown:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRUCT)
+class PrefillRefused:
+    """Worker → controller: it does not take a request in, or gives it back before it has begun.
+
+    Nothing was computed and nobody else was told. The controller places the request elsewhere or,
+    where nobody can have it, tells the gateway. A repeat is safe.
+    """
+
+    request_id: RequestId
+    code: ErrorCode
+    message: Text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRUCT)
 class DecodeRefused:
     """Prefill worker → controller: the decode side has no room, or cannot be paired with.
 
@@ -496,6 +513,7 @@ WorkerToController = (
     WorkerHello
     | Heartbeat
     | Goodbye
+    | PrefillRefused
     | DecodeRefused
     | DecodeStarted
     | RequestFinished

@@ -123,6 +123,14 @@ class LocalScheduler:
         if request is not None and request.sequences:
             self._prefill.prefix_arrived(request.lead)
 
+    def withdraw(self, request_id: RequestId) -> bool:
+        """Forget a request that holds nothing yet, for another worker to have it.
+
+        False, and nothing is changed, where it has begun, or is not here.
+        """
+        request = self._book.find(request_id)
+        return request is not None and self._book.withdraw(request)
+
     def can_reserve(self) -> bool:
         """Whether a decode side may take more: nothing of its own waits for room."""
         return not (self._prefill.is_short_of_room or self._decode.is_short_of_room)

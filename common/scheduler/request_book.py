@@ -48,6 +48,13 @@ class RequestBook:
             raise LocalProtocolError(f"request {request.request_id} is here already")
         self._requests[request.request_id] = request
 
+    def withdraw(self, request: LocalRequest) -> bool:
+        """Forget a request that has not begun, as if it had never come; False where it has."""
+        if request.phase is not RequestPhase.WAITING:
+            return False
+        self.strike(request)
+        return True
+
     def strike(self, request: LocalRequest) -> None:
         """Forget a request that ends elsewhere; here only its blocks go."""
         request.phase = RequestPhase.ENDED

@@ -20,6 +20,7 @@ from common.messages.control import (
     DecodeStarted,
     PlaceDecode,
     PlaceRequest,
+    PrefillRefused,
     RequestFailed,
     RequestFinished,
 )
@@ -91,9 +92,10 @@ class WorkerRequests:
 
     # ---- orders ----------------------------------------------------------------------------------
 
-    def tell_refused_again(self) -> None:
+    def registered(self) -> None:
         """Report again what waits for another decode side: the controller may be a new one."""
         for request_id, route in self._routes.items():
+            route.is_known = False
             if route.refused is not None:
                 self._control.send(route.refused, request_id)
 
@@ -103,13 +105,14 @@ class WorkerRequests:
         if request_id in self._routes:
             log.info("repeat_ignored", request_id=request_id)
             return
-        refusal = self._availability.why_refuse()
         if self._scheduler.find(request_id) is not None:
             # We decode it for another worker, or its last step here has not ended yet.
-            refusal = ErrorCode.INTERNAL, f"{self._id} still has a request of this id"
-        if refusal is not None:
-            self._metrics.refusals.labels(refusal[0]).inc()
-            self._report_failed(request_id, *refusal)
+            self._metrics.refusals.labels(ErrorCode.INTERNAL).inc()
+            message = f"{self._id} still has a request of this id"
+            self._report_failed(request_id, ErrorCode.INTERNAL, message)
+            return
+        if (refusal := self._availability.why_refuse()) is not None:
+            self._refuse(request_id, refusal)
             return
         try:
             prompt = unpack_prompt(payload, order.num_prompt_tokens, order.params.num_drawn)
@@ -133,6 +136,25 @@ class WorkerRequests:
         )
         new = NewRequest(request_id, order.gateway_id, order.tokens_endpoint, order.params, prompt)
         self.execute(self._scheduler.add(new, is_remote=is_remote, num_awaited_tokens=num_awaited))
+
+    def give_back(self) -> None:
+        """Refuse what waits here and has not begun: another worker can have it sooner.
+
+        But not what an earlier controller placed: the present one could place it nowhere.
+        """
+        refusal = self._availability.why_refuse()
+        assert refusal is not None, "only who takes nothing in gives back what it has"
+        for request_id, route in list(self._routes.items()):
+            if route.is_known and self._scheduler.withdraw(request_id):
+                self._forget(request_id)
+                self._refuse(request_id, refusal)
+
+    def _refuse(self, request_id: RequestId, refusal: Refusal) -> None:
+        code, message = refusal
+        log.info("request_refused", request_id=request_id, code=code, reason=message)
+        self._metrics.refusals.labels(code).inc()
+        refused = PrefillRefused(request_id=request_id, code=code, message=message)
+        self._control.send(refused, request_id)
 
     def place_decode(self, order: PlaceDecode) -> None:
         """Let another worker, or this one, decode what was refused elsewhere."""

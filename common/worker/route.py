@@ -17,3 +17,5 @@ class Route:
     computed_at: float = 0.0
     refused: DecodeRefused | None = None
     """What the controller was told, while the request waits for another decode side."""
+    is_known: bool = True
+    """Whether the present controller knows of the request, as far as we can tell."""

@@ -93,7 +93,7 @@ class HybridWorker:
             case WorkerAccepted():
                 self._own.take(order.role, order.role_generation)
                 self._peers.replace(order.peers)
-                self.requests.tell_refused_again()
+                self.requests.registered()
                 self._pair()
             case PeerJoined():
                 self._peers.add(order.peer)
@@ -164,6 +164,8 @@ class HybridWorker:
         if is_draining is not self.availability.is_ordered_to_drain:
             log.info("drain_ordered" if is_draining else "drain_undone")
         self.availability.is_ordered_to_drain = is_draining
+        if is_draining:
+            self.requests.give_back()
         self._control.beat_soon()
 
     # ---- steps and time --------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from common.messages.control import (
     MigrationFailed,
     PlacementUnknown,
     PlaceRequest,
+    PrefillRefused,
     PrefixFound,
     PrefixNotCopied,
     RequestFailed,
@@ -58,7 +59,8 @@ from services.controller.request_book import RequestBook
 from services.controller.roles import Roles
 
 RequestReport = (
-    DecodeRefused
+    PrefillRefused
+    | DecodeRefused
     | DecodeStarted
     | RequestFinished
     | RequestFailed
@@ -172,7 +174,8 @@ class ControllerCore:
                 effects = self.roles.switched(worker, message, cause, now)
                 return [*effects, *self._place_waiting(cause, now)]
             case (
-                DecodeRefused()
+                PrefillRefused()
+                | DecodeRefused()
                 | DecodeStarted()
                 | RequestFinished()
                 | RequestFailed()
@@ -219,8 +222,11 @@ class ControllerCore:
             case RequestFinished():
                 effects = self._lifecycle.finished(key, message, cause, now)
                 return [*effects, *self._place_waiting(cause, now)]
+            case PrefillRefused():
+                return self._prefill_refused(worker, message, cause, now)
             case RequestFailed():
-                return self._request_failed(worker, message, cause, now)
+                effects = self._lifecycle.failed(key, message, cause, now)
+                return [*effects, *self._place_waiting(cause, now)]
 
     def _from_gateway(
         self,
@@ -248,6 +254,7 @@ class ControllerCore:
                 WorkerHello()
                 | GatewayHello()
                 | Heartbeat()
+                | PrefillRefused()
                 | DecodeRefused()
                 | DecodeStarted()
                 | RequestFinished()
@@ -262,15 +269,18 @@ class ControllerCore:
             case _:
                 assert_never(message)
 
-    def _request_failed(
-        self, worker: WorkerRecord, message: RequestFailed, cause: str, now: float
+    def _prefill_refused(
+        self, worker: WorkerRecord, message: PrefillRefused, cause: str, now: float
     ) -> list[Effect]:
-        """Place a request elsewhere that the worker did not take in; another one has failed."""
+        """Place a request elsewhere that the worker did not begin, or let it fail."""
         before = worker.state
-        effects = self._dispatcher.place_refused(worker, message, cause, now)
+        effects = self._dispatcher.prefill_refused(worker, message, cause, now)
+        failed = RequestFailed(
+            request_id=message.request_id, code=message.code, message=message.message
+        )
         return [
             *worker.state_note(before, cause),
-            *(effects or self._lifecycle.failed(worker.key, message, cause, now)),
+            *(effects or self._lifecycle.failed(worker.key, failed, cause, now)),
             *self._place_waiting(cause, now),
         ]
 

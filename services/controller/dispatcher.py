@@ -6,7 +6,7 @@ from common.errors import ErrorCode
 from common.messages.control import (
     CopyPrefix,
     PlaceRequest,
-    RequestFailed,
+    PrefillRefused,
     RequestQueued,
     SubmitRequest,
 )
@@ -27,8 +27,6 @@ from services.controller.request_record import RequestRecord
 
 MAX_PLACEMENTS = 4
 """Prefill workers that are tried for one request."""
-NOT_TAKING_IN = (ErrorCode.SHUTTING_DOWN, ErrorCode.NO_WORKER)
-"""How a worker refuses a request without a look at it: it drains, or is quarantined."""
 
 
 class Dispatcher:
@@ -130,16 +128,15 @@ class Dispatcher:
             return []
         return self._book.step(message.request_id, machine.Requeued(), cause, now)
 
-    def place_refused(
-        self, worker: WorkerRecord, message: RequestFailed, cause: str, now: float
+    def prefill_refused(
+        self, worker: WorkerRecord, message: PrefillRefused, cause: str, now: float
     ) -> list[Effect]:
-        """Take a request back that a worker, which was ready when it was chosen, refused.
+        """Take a request back that a worker, which was ready when it was chosen, has not begun.
 
-        Returns no effects when the message is no such refusal, or nobody else can take it: then
-        the request has failed.
+        Returns no effects when nobody else can take it: then the request has failed.
         """
         record = self._book.requests.get(message.request_id)
-        if record is None or not _is_refused(record, worker.key, message.code):
+        if record is None or not _can_be_placed_again(record, worker.key):
             return []
         worker.is_draining = True  # until its next heartbeat tells
         if not self._members.view().can_serve(record.view):
@@ -293,14 +290,13 @@ def _prefix_source(placement: Placement, loading: Loading) -> PeerKey | None:
             return None
 
 
-def _is_refused(record: RequestRecord, sender: PeerKey, code: ErrorCode) -> bool:
-    """Whether the request's prefill side has not taken it in, and another one may be tried.
+def _can_be_placed_again(record: RequestRecord, sender: PeerKey) -> bool:
+    """Whether the request's prefill side may have refused it, and another one may be tried.
 
-    The prompt is kept only as long as such a refusal may come.
+    The prompt is kept as long as nothing tells that it was begun.
     """
     return (
-        code in NOT_TAKING_IN
-        and record.phase is RequestPhase.PLACED
+        record.phase is RequestPhase.PLACED
         and record.prefill == sender
         and bool(record.payload)
         and record.num_placements < MAX_PLACEMENTS

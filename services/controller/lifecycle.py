@@ -161,9 +161,6 @@ class RequestLifecycle:
         limits = self._limits
         effects: list[Effect] = []
         for record in list(self._book.requests.values()):
-            is_placed = record.phase is RequestPhase.PLACED
-            if is_placed and now - record.placed_at > limits.refusal_seconds:
-                record.forget_prompt()
             if record.cancelled_at is not None:
                 if now - record.cancelled_at > CANCEL_REPORT_SECONDS:
                     event: RequestEvent = machine.CancelTimedOut()

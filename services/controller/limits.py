@@ -10,8 +10,7 @@ from common.messages.admin import RoleControl
 @dataclass(frozen=True, slots=True)
 class ControllerLimits:
     """Bounds and periods. A silent process whose pid still runs is suspect, not dead, until
-    ``suspect_factor`` times ``death_seconds``. A worker that takes nothing in says so within
-    ``refusal_seconds``; so long is a prompt kept. A request waits ``room_wait_seconds`` for a
+    ``suspect_factor`` times ``death_seconds``. A request waits ``room_wait_seconds`` for a
     decode worker with room, and ``no_worker_wait_seconds`` where none is ready; so long it is
     queued, too, while no ready workers could serve it. ``ttft_seconds`` and ``tpot_seconds`` are
     what load is measured against. ``store_read`` says which sides read from the store,
@@ -26,7 +25,6 @@ class ControllerLimits:
     room_wait_seconds: float = 60.0
     no_worker_wait_seconds: float = 10.0
     retry_seconds: float = 0.02
-    refusal_seconds: float = 2.0
     stall_seconds: float = 20.0
     retry_after_seconds: float = 1.0
     policy: str = "least_loaded"

@@ -90,7 +90,6 @@ class RequestRecord:
         self.payload = payload
         self.arrival = 0
         self.num_placements = 0
-        self.placed_at = now
         self.phase = RequestPhase.QUEUED
         self.submitted_at = now
         self.unserved_since: float | None = None
@@ -140,7 +139,7 @@ class RequestRecord:
         self.validate()
         return effects
 
-    def _apply(self, event: RequestEvent, cause: str, now: float) -> list[Effect]:  # noqa: C901, PLR0911, PLR0912, PLR0915 - one case per event
+    def _apply(self, event: RequestEvent, cause: str, now: float) -> list[Effect]:  # noqa: C901, PLR0911, PLR0912 - one case per event
         match event:
             case LookUpStarted(asked):
                 self.asked, self.asked_at = asked, now
@@ -154,7 +153,6 @@ class RequestRecord:
                 self.prefill, self.decode = prefill, decode
                 self.prefix_from = prefix_from
                 self.num_placements += 1
-                self.placed_at = now
                 self.unserved_since = None
                 self.phase = RequestPhase.PLACED
                 return []

@@ -319,6 +319,26 @@ class SchedulerMachine(RuleBasedStateMachine):
             if isinstance(effect, StopHandoff):
                 assert effect.request_id in self.open, "only an open handoff is stopped"
 
+    def withdrawable(self) -> list[str]:
+        return [
+            name
+            for name in self.names
+            if (request := self.scheduler.find(RequestId(name))) is not None
+            and request.phase is RequestPhase.WAITING
+        ]
+
+    @precondition(lambda self: self.names)
+    @rule(which=st.integers(0, 99))
+    def give_back(self, which: int) -> None:
+        """Another worker gets a request that has not begun."""
+        name = self.names[which % len(self.names)]
+        can_be = name in self.withdrawable()
+        assert self.scheduler.withdraw(RequestId(name)) is can_be
+        if can_be:
+            self.names.remove(name)
+            self.awaiting.discard(name)
+            self.remote.discard(name)
+
     # ---- ends ------------------------------------------------------------------------------------
 
     @precondition(lambda self: self.names)
@@ -425,6 +445,8 @@ def steps_of(machine: SchedulerMachine, rng: random.Random) -> list[Callable[[],
         steps += [lambda: machine.cancel(rng.randrange(100), rng.choice([None, 0, 1, 2]))]
         if rng.random() < 0.2:
             steps += [lambda: machine.fail(rng.randrange(100))]
+        if rng.random() < 0.2:
+            steps += [lambda: machine.give_back(rng.randrange(100))]
     return steps
 
 

@@ -6,7 +6,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from common.errors import ErrorCode
-from common.messages.control import DecodeRefused, RequestFailed, RequestFinished
+from common.messages.control import DecodeRefused, PrefillRefused, RequestFinished
 from common.messages.fields import Role
 from common.sampling import SamplingParams
 from common.telemetry.metrics import WorkerMetrics
@@ -169,7 +169,7 @@ async def test_refusals_and_failures_are_counted_by_reason(tmp_path: Path) -> No
         await worker.steps.arrived(1)
         assert await worker.hybrid.drain(0.0) is False
         cluster.place("new", PROMPT, GREEDY, prefill="combined", decode=None)
-        await cluster.heard("combined", RequestFailed, "new")
+        await cluster.heard("combined", PrefillRefused, "new")
         worker.hybrid.abandon(ErrorCode.SHUTTING_DOWN, "over")
         await cluster.failure("old")
         reason = str(ErrorCode.SHUTTING_DOWN)

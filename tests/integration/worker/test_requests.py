@@ -10,6 +10,7 @@ from common.ids import RequestId
 from common.messages.control import (
     DecodeRefused,
     DecodeStarted,
+    PrefillRefused,
     RequestFailed,
     RequestFinished,
     WorkerAccepted,
@@ -188,7 +189,7 @@ async def test_a_draining_worker_finishes_what_it_has_and_takes_nothing_new(
                 "the drain is told", lambda: cluster.heartbeats["combined"][-1].is_draining
             )
             cluster.place("new", PROMPT, GREEDY, prefill="combined", decode=None)
-            refused = await cluster.heard("combined", RequestFailed, "new")
+            refused = await cluster.heard("combined", PrefillRefused, "new")
             assert refused.code is ErrorCode.SHUTTING_DOWN
             worker.steps.open()
         assert draining.result() is True
@@ -209,7 +210,7 @@ async def test_an_idle_worker_that_drains_refuses_what_was_on_its_way_before_it_
             assert not draining.done()
             cluster.place("late", PROMPT, GREEDY, prefill="combined", decode=None)
             cluster.is_answering = True
-            refused = await cluster.heard("combined", RequestFailed, "late")
+            refused = await cluster.heard("combined", PrefillRefused, "late")
             assert refused.code is ErrorCode.SHUTTING_DOWN
         assert draining.result() is True
 
@@ -276,5 +277,5 @@ async def test_books_that_do_not_add_up_quarantine_a_worker_at_rest(tmp_path: Pa
             lambda: worker.hybrid.availability.why_refuse() is not None,
         )
         cluster.place("s", PROMPT, GREEDY, prefill="combined", decode=None)
-        failed = await cluster.heard("combined", RequestFailed, "s")
+        failed = await cluster.heard("combined", PrefillRefused, "s")
         assert (failed.code, failed.message) == (ErrorCode.NO_WORKER, "combined is quarantined")

@@ -4,15 +4,17 @@ from pathlib import Path
 
 from common.errors import ErrorCode
 from common.messages.control import (
-    RequestFailed,
+    PrefillRefused,
     RequestFinished,
     RoleSwitched,
     SetDraining,
     SwitchRole,
+    WorkerAccepted,
 )
 from common.messages.fields import Role
 from common.sampling import SamplingParams
-from tests.support.worker_harness import Harness, expected, harness
+from tests.support.running_worker import RunningWorker
+from tests.support.worker_harness import HEARTBEAT_SECONDS, Harness, expected, harness
 
 GREEDY = SamplingParams(seed=1, max_tokens=20, temperature=0)
 PROMPT = tuple(range(100, 161))
@@ -91,7 +93,7 @@ async def test_a_worker_that_is_told_to_drain_refuses_by_name_until_that_is_undo
             "the drain is told", lambda: cluster.heartbeats["w"][-1].is_draining
         )
         cluster.place("new", PROMPT, GREEDY, prefill="w", decode=None)
-        refused = await cluster.heard("w", RequestFailed, "new")
+        refused = await cluster.heard("w", PrefillRefused, "new")
         assert (refused.code, refused.message) == (ErrorCode.SHUTTING_DOWN, "w is draining")
         cluster.order("w", SetDraining(is_draining=False))
         cluster.place("newer", PROMPT, GREEDY, prefill="w", decode=None)
@@ -101,4 +103,64 @@ async def test_a_worker_that_is_told_to_drain_refuses_by_name_until_that_is_undo
         await cluster.board.wait_for(
             "it drains no more", lambda: not cluster.heartbeats["w"][-1].is_draining
         )
+        await worker.idle()
+
+
+async def begin_and_let_wait(cluster: Harness) -> RunningWorker:
+    """Let a worker compute one request, while two wait: for their turn, and for a prefix."""
+    worker = await cluster.start_worker("w", Role.COMBINED)
+    worker.steps.hold()
+    cluster.place("begun", PROMPT, GREEDY, prefill="w", decode=None)
+    await worker.steps.arrived(1)
+    cluster.place("waiting", PROMPT, GREEDY, prefill="w", decode=None)
+    cluster.place("receiving", PROMPT, GREEDY, prefill="w", decode=None, num_prefix_tokens=48)
+    await cluster.orders_taken("w")
+    return worker
+
+
+async def test_a_worker_that_is_told_to_drain_gives_back_what_it_has_not_begun(
+    tmp_path: Path,
+) -> None:
+    async with harness(tmp_path) as cluster:
+        worker = await begin_and_let_wait(cluster)
+        for _ in range(2):
+            cluster.order("w", SetDraining(is_draining=True))
+        for request in ("waiting", "receiving"):
+            refused = await cluster.heard("w", PrefillRefused, request)
+            assert (refused.code, refused.message) == (ErrorCode.SHUTTING_DOWN, "w is draining")
+        assert worker.hybrid.heartbeat().load.num_waiting == 0
+        worker.steps.open()
+        assert (await cluster.answer("begun")).token_ids(0) == expected(PROMPT, GREEDY)
+        await worker.idle()
+        told = [m for _, m in cluster.told if isinstance(m, PrefillRefused)]
+        assert told == [], "each is told of once, and what was begun not at all"
+        for request in ("waiting", "receiving"):
+            stream = cluster.streams_of(request)
+            assert (stream.tokens, stream.failure) == ({}, None), "its gateway hears nothing"
+        cluster.order("w", SetDraining(is_draining=False))
+        cluster.place("waiting", PROMPT, GREEDY, prefill="w", decode=None)
+        assert (await cluster.answer("waiting")).token_ids(0) == expected(PROMPT, GREEDY)
+        await worker.idle()
+
+
+async def test_a_controller_that_was_started_anew_gets_nothing_back_that_it_did_not_place(
+    tmp_path: Path,
+) -> None:
+    async with harness(tmp_path) as cluster:
+        worker = await begin_and_let_wait(cluster)
+        again = WorkerAccepted(
+            role=Role.COMBINED,
+            role_generation=1,
+            heartbeat_seconds=HEARTBEAT_SECONDS,
+            peers=(),
+        )
+        cluster.order("w", again)
+        cluster.place("new", PROMPT, GREEDY, prefill="w", decode=None)
+        cluster.order("w", SetDraining(is_draining=True))
+        await cluster.heard("w", PrefillRefused, "new")
+        worker.steps.open()
+        assert (await cluster.answer("waiting")).token_ids(0) == expected(PROMPT, GREEDY)
+        assert worker.hybrid.heartbeat().load.num_waiting == 1, "for its prefix"
+        cluster.cancel("receiving", "w")
+        await cluster.heard("w", RequestFinished, "receiving")
         await worker.idle()

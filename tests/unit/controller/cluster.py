@@ -22,6 +22,7 @@ from common.messages.control import (
     Heartbeat,
     KVIndexEvents,
     MigrationFailed,
+    PrefillRefused,
     PrefixFound,
     PrefixNotCopied,
     RequestFailed,
@@ -272,6 +273,12 @@ class Cluster:
         self, worker: str, request_id: str, code: ErrorCode = ErrorCode.TRANSFER_FAILED
     ) -> list[Effect]:
         message = RequestFailed(request_id=RequestId(request_id), code=code, message="broken")
+        return self.say(worker, message)
+
+    def given_back(
+        self, worker: str, request_id: str, code: ErrorCode = ErrorCode.SHUTTING_DOWN
+    ) -> list[Effect]:
+        message = PrefillRefused(request_id=RequestId(request_id), code=code, message="not now")
         return self.say(worker, message)
 
     def refused(

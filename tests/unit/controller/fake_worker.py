@@ -15,8 +15,8 @@ from common.messages.control import (
     PeerLeft,
     PlaceDecode,
     PlaceRequest,
+    PrefillRefused,
     PrefixUnavailable,
-    RequestFailed,
     RequestFinished,
     RoleSwitched,
     SetDraining,
@@ -31,7 +31,8 @@ class FakeWorker:
     """A worker that keeps the protocol. ``prefilling`` maps to the decode side, None is itself.
 
     ``asked`` are look-ups to answer, ``copying`` the targets of prefixes to load and to write;
-    ``awaiting`` are requests whose prefix has not come, ``arrived`` those whose prefix has.
+    ``awaiting`` are requests whose prefix has not come, ``arrived`` those whose prefix has, and of
+    those in ``begun`` it has computed something.
     """
 
     name: str
@@ -48,6 +49,7 @@ class FakeWorker:
     copying: dict[RequestId, str] = field(default_factory=dict)
     awaiting: set[RequestId] = field(default_factory=set)
     arrived: set[RequestId] = field(default_factory=set)
+    begun: set[RequestId] = field(default_factory=set)
     inbox: deque[ToPeer] = field(default_factory=deque)
     outbox: deque[FromPeer] = field(default_factory=deque)
 
@@ -61,9 +63,9 @@ class FakeWorker:
         match message:
             case PlaceRequest(request_id=request_id, decode=decode, num_prefix_tokens=awaited):
                 if self.is_draining:
-                    code = ErrorCode.SHUTTING_DOWN
-                    say(RequestFailed(request_id=request_id, code=code, message="it drains"))
+                    self.refuse(request_id)
                 else:
+                    self.begun.discard(request_id)
                     self.prefilling[request_id] = decode.worker_id if decode else None
                     if awaited and request_id not in self.arrived:
                         self.awaiting.add(request_id)
@@ -76,6 +78,7 @@ class FakeWorker:
             case PlaceDecode(request_id=request_id, decode=decode):
                 if request_id in self.refused:
                     self.refused.discard(request_id)
+                    self.begun.add(request_id)
                     is_own = decode.worker_id == self.name
                     self.prefilling[request_id] = None if is_own else decode.worker_id
             case Cancel(request_id=request_id, choice=None):
@@ -87,6 +90,10 @@ class FakeWorker:
                 say(RoleSwitched(role=self.role, role_generation=self.generation))
             case SetDraining(is_draining=is_draining):
                 self.is_draining = is_draining
+                for request_id in [r for r in self.prefilling if r not in self.begun]:
+                    if is_draining:
+                        self.drop(request_id)
+                        self.refuse(request_id)
             case MigrateDecode(request_id=request_id, decode=decode):
                 if request_id in self.decoding:
                     self.moving[request_id] = decode.worker_id
@@ -100,6 +107,10 @@ class FakeWorker:
                 raise AssertionError("only the dead are fenced, and they hear nothing")
             case _:
                 return
+
+    def refuse(self, request_id: RequestId) -> None:
+        code = ErrorCode.SHUTTING_DOWN
+        self.outbox.append(PrefillRefused(request_id=request_id, code=code, message="it drains"))
 
     def drop(self, request_id: RequestId) -> bool:
         held = request_id in self.prefilling or request_id in self.decoding

@@ -22,11 +22,8 @@ STEP = st.one_of(
     st.tuples(st.just("cancel"), REQUESTS, st.sampled_from([None, 0])),
     st.tuples(st.just("started"), DECODE, REQUESTS),
     st.tuples(st.just("finished"), WORKER, REQUESTS),
-    st.tuples(
-        st.just("failed"),
-        WORKER,
-        st.tuples(REQUESTS, st.sampled_from([ErrorCode.TRANSFER_FAILED, ErrorCode.SHUTTING_DOWN])),
-    ),
+    st.tuples(st.just("failed"), WORKER, REQUESTS),
+    st.tuples(st.just("given back"), WORKER, REQUESTS),
     st.tuples(
         st.just("refused"),
         PREFILL,
@@ -64,8 +61,10 @@ def take(cluster: Cluster, step: tuple[str, object, object]) -> list[Effect]:  #
             return cluster.started(worker, request, epoch_of(cluster, worker))
         case ("finished", str(worker), str(request)):
             return cluster.finished(worker, request)
-        case ("failed", str(worker), (str(request), ErrorCode() as code)):
-            return cluster.failed(worker, request, code)
+        case ("failed", str(worker), str(request)):
+            return cluster.failed(worker, request)
+        case ("given back", str(worker), str(request)):
+            return cluster.given_back(worker, request)
         case ("refused", str(worker), (str(decode), str(request), ErrorCode() as code)):
             return cluster.refused(worker, decode, request, code)
         case ("found", str(worker), (str(request), int(blocks))):

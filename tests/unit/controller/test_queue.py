@@ -205,7 +205,7 @@ def test_a_request_that_a_draining_worker_gave_back_keeps_its_place() -> None:
     cluster.submit("first", AHEAD)
     cluster.submit("second", AHEAD)
     cluster.submit("third")
-    effects = cluster.failed("p0", "first", ErrorCode.SHUTTING_DOWN)
+    effects = cluster.given_back("p0", "first")
     assert placed(effects) == []
     assert [cluster.phase(name) for name in ("first", "third")] == ["queued", "queued"]
     assert placed(cluster.beat("p1")) == [("p1", "first")]

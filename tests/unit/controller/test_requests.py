@@ -205,7 +205,7 @@ def test_a_request_that_meets_a_worker_that_takes_nothing_in_goes_to_another(
 ) -> None:
     cluster = pair_cluster(num_prefill=2)
     cluster.submit("r", 64)
-    effects = cluster.failed("p0", "r", code)
+    effects = cluster.given_back("p0", "r", code)
     (place,) = [e for e in effects if isinstance(e, Send) and isinstance(e.message, PlaceRequest)]
     assert (place.peer[0], place.payload) == ("p1", (bytes(256),))
     assert sent_names(effects) == [("p1", "PlaceRequest"), ("g", "RequestPlaced")]
@@ -228,14 +228,14 @@ def test_a_combined_worker_s_refusal_is_placed_again_too() -> None:
     cluster.join("c1", Role.COMBINED)
     cluster.join_gateway()
     cluster.submit("r")
-    effects = cluster.failed("c0", "r", ErrorCode.SHUTTING_DOWN)
+    effects = cluster.given_back("c0", "r")
     assert sent_names(effects) == [("c1", "PlaceRequest"), ("g", "RequestPlaced")]
 
 
 def test_a_refusal_that_nobody_else_can_make_good_fails_the_request_as_it_says() -> None:
     cluster = pair_cluster()
     cluster.submit("r")
-    assert failure(cluster.failed("p0", "r", ErrorCode.SHUTTING_DOWN)).code == "shutting_down"
+    assert failure(cluster.given_back("p0", "r")).code == "shutting_down"
     assert cluster.phase("r") == "unknown"
 
 
@@ -243,43 +243,62 @@ def test_a_request_is_placed_a_bounded_number_of_times() -> None:
     cluster = pair_cluster(num_prefill=MAX_PLACEMENTS + 2)
     cluster.submit("r")
     for number in range(MAX_PLACEMENTS - 1):
-        effects = cluster.failed(f"p{number}", "r", ErrorCode.SHUTTING_DOWN)
+        effects = cluster.given_back(f"p{number}", "r")
         assert [key[0] for key, _ in only(effects, PlaceRequest)] == [f"p{number + 1}"]
-    effects = cluster.failed(f"p{MAX_PLACEMENTS - 1}", "r", ErrorCode.SHUTTING_DOWN)
+    effects = cluster.given_back(f"p{MAX_PLACEMENTS - 1}", "r")
     assert failure(effects).code == "shutting_down"
 
 
-def a_while_passes(cluster: Cluster) -> None:
-    for _ in range(3):
+def test_a_request_that_was_not_begun_for_long_goes_to_another_when_it_is_given_back() -> None:
+    cluster = pair_cluster(num_prefill=2)
+    cluster.submit("r", 64)
+    for _ in range(10):
         cluster.tick(after=0.9)
         for name in ("p0", "p1", "d0"):
             cluster.beat(name)
         cluster.gateway_beat()
+    effects = cluster.given_back("p0", "r")
+    assert sent_names(effects) == [("p1", "PlaceRequest"), ("g", "RequestPlaced")]
+
+
+def test_a_request_that_its_worker_failed_is_placed_nowhere_else() -> None:
+    cluster = pair_cluster(num_prefill=2)
+    cluster.submit("r")
+    effects = cluster.failed("p0", "r", ErrorCode.SHUTTING_DOWN)
+    assert sent_names(effects) == [("g", "RequestFailed"), ("d0", "Cancel")]
+    assert cluster.phase("r") == "unknown"
 
 
 @pytest.mark.parametrize(
     "sign",
     [
-        a_while_passes,
         lambda cluster: cluster.refused("p0", "d0", "r"),
         lambda cluster: cluster.cancel("r", choice=0),
     ],
-    ids=["time", "a refused decode", "a stop string in its tokens"],
+    ids=["a refused decode", "a stop string in its tokens"],
 )
-def test_a_request_that_its_worker_took_in_fails_when_the_worker_gives_it_up(
+def test_a_request_that_its_worker_has_begun_fails_when_the_worker_gives_it_back(
     sign: Callable[[Cluster], object],
 ) -> None:
     cluster = pair_cluster(num_prefill=2)
     cluster.submit("r")
     sign(cluster)
-    assert failure(cluster.failed("p0", "r", ErrorCode.SHUTTING_DOWN)).code == "shutting_down"
+    assert failure(cluster.given_back("p0", "r")).code == "shutting_down"
+
+
+def test_what_is_given_back_twice_is_placed_once() -> None:
+    cluster = pair_cluster(num_prefill=2)
+    cluster.submit("r")
+    cluster.given_back("p0", "r")
+    assert sent_names(cluster.given_back("p0", "r")) == []
+    assert cluster.phase("r") == "placed"
 
 
 def test_a_refusal_of_a_request_that_is_being_cancelled_ends_it_quietly() -> None:
     cluster = pair_cluster(num_prefill=2)
     cluster.submit("r")
     cluster.cancel("r")
-    assert sent_names(cluster.failed("p0", "r", ErrorCode.SHUTTING_DOWN)) == []
+    assert sent_names(cluster.given_back("p0", "r")) == []
     assert cluster.phase("r") == "unknown"
 
 

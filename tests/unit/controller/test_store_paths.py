@@ -4,14 +4,21 @@ from typing import Literal
 
 import pytest
 
-from common.errors import ErrorCode
 from common.ids import Epoch, WorkerId
 from common.messages.control import CopyPrefix, Goodbye, PlaceRequest, PrefixUnavailable
 from common.messages.fields import PairStatus
 from services.controller.effects import Effect, Note, Send
 from services.controller.limits import ControllerLimits
 from services.controller.members import WorkerRecord
-from tests.unit.controller.cluster import Cluster, heartbeat, notes, only, pair_cluster, rates
+from tests.unit.controller.cluster import (
+    Cluster,
+    heartbeat,
+    kv,
+    notes,
+    only,
+    pair_cluster,
+    rates,
+)
 from tests.unit.controller.test_look_ups import HASHES, PROMPT
 
 RATES = rates(prefill=1000, read=10_000)
@@ -22,9 +29,10 @@ def store_cluster(
     num_prefill: int = 1,
     num_decode: int = 1,
     store_load: Literal["auto", "always"] = "auto",
+    policy: str = "flowkv",
 ) -> Cluster:
     """Workers that compute 1000 tokens per second, and read ten times as many."""
-    limits = ControllerLimits(policy="flowkv", store_read=store_read, store_load=store_load)
+    limits = ControllerLimits(policy=policy, store_read=store_read, store_load=store_load)
     cluster = pair_cluster(num_prefill, num_decode, limits=limits, has_store=True)
     for name in [key[0] for key in cluster.core.members.workers]:
         cluster.beat(name, heartbeat(measured=RATES))
@@ -163,7 +171,7 @@ def test_a_prefix_comes_from_another_pool_or_from_the_store_never_from_both() ->
 def test_a_request_that_was_given_back_is_loaded_by_its_next_prefill_side() -> None:
     cluster = store_cluster(num_prefill=2)
     first = only(submit_stored(cluster, 8), PlaceRequest)[0][0][0]
-    effects = cluster.failed(first, "r", ErrorCode.SHUTTING_DOWN)
+    effects = cluster.given_back(first, "r")
     ((key, place),) = only(effects, PlaceRequest)
     assert key[0] != first
     assert isinstance(place, PlaceRequest)
@@ -223,3 +231,21 @@ def test_the_prefill_side_hears_of_a_holder_without_a_part_in_the_request_that_d
     assert (facts(effects)["copy_from"], place_of(effects).num_prefix_tokens) == ("p0", 384)
     assert unavailable(cluster.tick(100)) == ["p1"]
     assert cluster.phase("r") == "placed"
+
+
+def test_room_that_one_decode_leaves_goes_to_the_next_prompt_though_others_are_loading() -> None:
+    cluster = store_cluster(policy="dualpath")
+    num_blocks = 640 // 64 + 1
+    placed = [bool(only(submit_stored(cluster, 9, f"r{n}"), PlaceRequest)) for n in range(12)]
+    assert placed == [True] * (100 // num_blocks) + [False] * 3
+    # Of nine prompts, more than beta in all, a block each is computed and the rest is read.
+    loading = heartbeat(measured=RATES, uncomputed_tokens=9 * 64, read_queue_tokens=9 * 288)
+    for name in ("p0", "d0"):
+        cluster.beat(name, loading)
+    for number in range(3):
+        cluster.started("d0", f"r{number}")
+        decoding = heartbeat(kv(referenced=num_blocks), measured=RATES, num_decoding=1)
+        assert only(cluster.beat("d0", decoding), PlaceRequest) == []
+        cluster.finished("d0", f"r{number}")
+        effects = cluster.beat("d0", heartbeat(kv(cached=(number + 1) * num_blocks)))
+        assert place_of(effects).request_id == f"r{9 + number}", "cached blocks give way"
