@@ -1,11 +1,12 @@
-"""One request's KV between two processes: our ``shm`` and ``tcp`` beside NIXL's, by turns.
+"""One request's KV between two processes: our ``shm``, ``tcp`` and ``rdma`` beside NIXL, by turns.
 
 256 MiB are written as one run and as 1 024 scattered fragments of 256 KiB, and beside them go the
 bare limits: a memcpy into another process's memory and a plain TCP stream between the same two
 processes. All ways take turns in random order; medians count. Ours compute a checksum of each
 block, NIXL computes none.
 
-NIXL is no dependency of the project. Put it into an environment of its own and name it::
+``rdma`` is measured where NIXL is installed beside the project (``pip install 'flowpath[rdma]'``).
+NIXL alone is measured in any environment that has it; put it into one of its own and name it::
 
     python3 -m venv /tmp/nixl
     /tmp/nixl/bin/pip install --index-url https://download.pytorch.org/whl/cpu torch
@@ -35,7 +36,7 @@ import numpy as np
 
 from benchmarks.report import Cell, print_table, write_results
 from common.kv.pool import PeerPool
-from common.transfer.bench_peer import STALL_SECONDS, bench_peer, filled_pool
+from common.transfer.bench_peer import STALL_SECONDS, bench_peer, filled_pool, open_bench_rdma
 from common.transfer.shm import ShmBackend
 from common.transfer.tcp import TcpBackend
 from tests.support.two_hosts import two_hosts, why_no_hosts
@@ -90,7 +91,16 @@ def our_ways(host: str, launcher: Sequence[str]) -> Iterator[dict[tuple[str, str
             pairs = block_pairs(num_fragments)
             ways["shm", case] = timed(partial(shm.write, *pairs))
             ways["tcp", case] = timed(partial(tcp.write, *pairs, peer.token))
+        if peer.rdma is not None:
+            own_rdma, backend = open_bench_rdma(source)
+            rdma = backend.open_peer(peer.rdma)
+            for case, num_fragments in CASES.items():
+                pairs = block_pairs(num_fragments)
+                ways["rdma", case] = timed(partial(rdma.write, *pairs, peer.token))
         yield ways
+        if peer.rdma is not None:
+            rdma.close()
+            own_rdma.close()
         tcp.close()
         shm.close()
 
@@ -185,8 +195,12 @@ def verdicts(medians: dict[tuple[str, str], float]) -> list[tuple[str, float, fl
     for case in CASES:
         stream, tcp = medians["bare stream", "one run"], medians["tcp", case]
         found.append((f"tcp, {case}, of a bare stream", stream / tcp, MIN_TCP_SHARE))
-        for own, peer in (("shm", "NIXL, shared memory"), ("tcp", "NIXL, tcp")):
-            if (peer, case) in medians:
+        for own, peer in (
+            ("shm", "NIXL, shared memory"),
+            ("tcp", "NIXL, tcp"),
+            ("rdma", "NIXL, shared memory"),
+        ):
+            if (peer, case) in medians and (own, case) in medians:
                 ratio = medians[peer, case] / medians[own, case]
                 found.append((f"{own}, {case}, of {peer}", ratio, 1.0))
     return found

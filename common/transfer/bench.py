@@ -3,7 +3,8 @@
 ``python -m common.transfer.bench`` prints JSON lines: ``{"doing": TEXT}`` as it goes on, and for
 each combination of shape, tokens, pool and transport a ``{"row": {...}}``. In the same turns it
 measures the transport's limit with as many bytes: the faster of a memcpy and a copy past the caches
-into the other process's memory, or a plain TCP stream to it. Medians count.
+into the other process's memory, or a plain TCP stream to it. Medians count. ``rdma`` is measured
+where NIXL is installed; on one host it copies between the two memories, too.
 """
 
 import argparse
@@ -11,6 +12,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from random import Random
@@ -24,7 +26,15 @@ from common.kv.layout import KVLayout
 from common.kv.memory_file import available_bytes
 from common.kv.pool import PeerPool
 from common.transfer.backend import PeerLink
-from common.transfer.bench_peer import STALL_SECONDS, BenchPeer, bench_peer, filled_pool
+from common.transfer.bench_peer import (
+    STALL_SECONDS,
+    BenchPeer,
+    bench_peer,
+    filled_pool,
+    log_to_stderr,
+    open_bench_rdma,
+)
+from common.transfer.rdma_nixl import is_nixl_installed
 from common.transfer.shm import ShmBackend
 from common.transfer.tcp import TcpBackend
 
@@ -36,7 +46,7 @@ SHAPES = {
 }
 """By name: the KV that one worker holds of a model."""
 POOLS = ("fresh", "churned")
-TRANSPORTS = ("shm", "tcp")
+TRANSPORTS = ("shm", "tcp", "rdma") if is_nixl_installed() else ("shm", "tcp")
 POOL_SHARE = 3
 """A pool has room for this many requests of the measured length."""
 NUM_CHURNED = 300
@@ -111,12 +121,17 @@ def measure_case(
     """Measure one size with every pool and transport."""
     layout = case.layout
     source = filled_pool(case.pool_blocks, layout.block_bytes)
-    with bench_peer(case.pool_blocks, layout.block_bytes) as peer:
+    with ExitStack() as stack:
+        peer = stack.enter_context(bench_peer(case.pool_blocks, layout.block_bytes))
         links: dict[str, PeerLink] = {}
         if "shm" in transports:
             links["shm"] = ShmBackend(source).open_peer(peer.memory)
         if "tcp" in transports:
             links["tcp"] = TcpBackend(source, STALL_SECONDS).open_peer(peer.network)
+        if "rdma" in transports and peer.rdma is not None:
+            own, backend = open_bench_rdma(source)
+            stack.callback(own.close)
+            links["rdma"] = backend.open_peer(peer.rdma)
         num_bytes = case.num_blocks * layout.block_bytes
         limits = _limits(peer, source.buffer[:num_bytes])
         for pool in pools:
@@ -153,11 +168,13 @@ def _limits(peer: BenchPeer, data: memoryview) -> dict[str, dict[str, Callable[[
     mapped = PeerPool.open(peer.memory)
     target = np.frombuffer(mapped.buffer, dtype=np.uint8)[: len(data)]
     own = np.frombuffer(data, dtype=np.uint8)
+    in_memory: dict[str, Callable[[], object]] = {
+        "memcpy": lambda: np.copyto(target, own),
+        "streamed copy": lambda: flowpath_native.copy_streamed(target, own),
+    }
     return {
-        "shm": {
-            "memcpy": lambda: np.copyto(target, own),
-            "streamed copy": lambda: flowpath_native.copy_streamed(target, own),
-        },
+        "shm": in_memory,
+        "rdma": in_memory,
         "tcp": {"plain stream": lambda: peer.stream(data)},
     }
 
@@ -204,6 +221,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--transports", default=",".join(TRANSPORTS))
     parser.add_argument("--turns", type=int, default=9)
     arguments = parser.parse_args(argv)
+    log_to_stderr()
     try:
         pools = listed(arguments.pools, POOLS)
         transports = listed(arguments.transports, TRANSPORTS)

@@ -1,8 +1,8 @@
 """The other process of a transfer benchmark: it owns a pool that may be written in every way.
 
 ``python -m common.transfer.bench_peer NUM_BLOCKS BLOCK_BYTES HOST`` tells on its output how to
-reach the pool over shared memory, over ``tcp`` (every block granted) and over a plain socket, and
-ends with its input.
+reach the pool over shared memory, over ``tcp`` and, where NIXL is installed, over ``rdma`` (every
+block granted), and over a plain socket, and ends with its input.
 """
 
 import json
@@ -22,21 +22,30 @@ from pydantic import TypeAdapter
 from common.errors import TransferError
 from common.ids import TransferId
 from common.kv.pool import KVPool
-from common.messages.fields import PoolHandle, TcpPoolHandle
+from common.messages.fields import PoolHandle, RdmaPoolHandle, TcpPoolHandle
+from common.transfer.rdma import RdmaBackend
+from common.transfer.rdma_export import RdmaExport, open_rdma
+from common.transfer.rdma_memory import RdmaMemory
+from common.transfer.rdma_nixl import NixlLibrary, is_nixl_installed
 from common.transfer.tcp_export import TcpExport
 
 STALL_SECONDS = 20.0
 TRANSFER = TransferId("tr-benchmark")
 _MEMORY: TypeAdapter[PoolHandle] = TypeAdapter(PoolHandle)
 _NETWORK: TypeAdapter[TcpPoolHandle] = TypeAdapter(TcpPoolHandle)
+_RDMA: TypeAdapter[RdmaPoolHandle] = TypeAdapter(RdmaPoolHandle)
 
 
 @dataclass(frozen=True, slots=True)
 class BenchPeer:
-    """How to write the other process's pool. ``plain`` takes as many bytes as it is sent."""
+    """How to write the other process's pool. ``plain`` takes as many bytes as it is sent.
+
+    ``token`` is good for ``network`` and ``rdma``, which is there where NIXL is installed.
+    """
 
     memory: PoolHandle
     network: TcpPoolHandle
+    rdma: RdmaPoolHandle | None
     token: bytes
     plain: socket.socket
 
@@ -68,12 +77,15 @@ def bench_peer(
         line = process.stdout.readline()
         if not line:
             raise TransferError("the other process of the benchmark did not start")
-        memory, network, secrets, port = json.loads(line)
+        memory, network, rdma, secrets, port = json.loads(line)
         with socket.create_connection((host, port)) as plain:
             plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             yield BenchPeer(
                 memory=_MEMORY.validate_python(memory | {"nonce": bytes.fromhex(secrets[0])}),
                 network=_NETWORK.validate_python(network | {"secret": bytes.fromhex(secrets[1])}),
+                rdma=None
+                if rdma is None
+                else _RDMA.validate_python(rdma | {"secret": bytes.fromhex(secrets[3])}),
                 token=bytes.fromhex(secrets[2]),
                 plain=plain,
             )
@@ -89,21 +101,42 @@ def filled_pool(num_blocks: int, block_bytes: int) -> KVPool:
     return pool
 
 
-def main(num_blocks: int, block_bytes: int, host: str) -> None:
-    """Own the pool until the input ends."""
+def log_to_stderr() -> None:
+    """Keep the output for what is measured; warnings alone are told of, beside it."""
     structlog.configure(
         wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
     )
+
+
+def open_bench_rdma(pool: KVPool, host: str = "127.0.0.1") -> tuple[RdmaExport, RdmaBackend]:
+    """Return both sides of ``rdma`` for a pool of the benchmark; ConfigError without NIXL."""
+    memory = RdmaMemory.of_pool(pool)
+    return open_rdma(pool, NixlLibrary(memory), memory, STALL_SECONDS, host=host)
+
+
+def main(num_blocks: int, block_bytes: int, host: str) -> None:
+    """Own the pool until the input ends."""
+    log_to_stderr()
     pool = filled_pool(num_blocks, block_bytes)
     export = TcpExport(pool, STALL_SECONDS, host=host)
     token = export.grant(TRANSFER, range(num_blocks))
+    over_rdma = open_bench_rdma(pool, host) if is_nixl_installed() else None
+    if over_rdma is not None:
+        over_rdma[0].grant(TRANSFER, range(num_blocks), token)
     with socket.create_server((host, 0)) as listener:
         memory, network = pool.handle(), export.handle()
+        rdma = None if over_rdma is None else over_rdma[0].handle()
         told = [
             _MEMORY.dump_python(memory, exclude={"nonce"}),
             _NETWORK.dump_python(network, exclude={"secret"}),
-            [memory.nonce.hex(), network.secret.hex(), token.hex()],
+            None if rdma is None else _RDMA.dump_python(rdma, exclude={"secret"}),
+            [
+                memory.nonce.hex(),
+                network.secret.hex(),
+                token.hex(),
+                "" if rdma is None else rdma.secret.hex(),
+            ],
             listener.getsockname()[1],
         ]
         sys.stdout.write(json.dumps(told) + "\n")
@@ -113,6 +146,8 @@ def main(num_blocks: int, block_bytes: int, host: str) -> None:
     thread.start()
     sys.stdin.read()
     export.close()
+    if over_rdma is not None:
+        over_rdma[0].close()
 
 
 def _receive_plain(sock: socket.socket, memory: memoryview) -> None:

@@ -31,8 +31,10 @@ from common.transfer.tcp_wire import GRANT_ID_BYTES, NO_GRANT
 
 IDLE_SECONDS = 1e-3
 """Between two turns of our own part where adapters move the bytes; the peer's word ends it."""
-SPUN_TURNS = 64
-"""Turns in a row where processors do an adapter's work, which goes on while one turns."""
+SHORT_SECONDS = 1e-4
+"""The same where processors do an adapter's work: they need the time that no turn takes."""
+NUM_TURNS = 8
+"""Turns in a row there."""
 
 _T = TypeVar("_T")
 
@@ -118,9 +120,9 @@ class RdmaConnection:
 
     def _next_word(self, sequence: int) -> int | None:
         """Do our part; return what the peer says about the frame, None when it says nothing yet."""
-        for _ in range(1 if self._is_offloaded else SPUN_TURNS):
+        for _ in range(1 if self._is_offloaded else NUM_TURNS):
             self._agent.progress()
-        if not self._sock.has_word(IDLE_SECONDS if self._is_offloaded else 0.0):
+        if not self._sock.has_word(IDLE_SECONDS if self._is_offloaded else SHORT_SECONDS):
             return None
         answer = memoryview(bytearray(ANSWER_BYTES))
         self._sock.receive([answer])

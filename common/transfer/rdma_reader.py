@@ -45,7 +45,7 @@ SETTLE_SECONDS = 5.0
 """How long requests that are not wanted any more may take to end, before the agent is ended."""
 TOLD_PER_STALL = 4
 """How often the peer is told, while it would give up, that bytes move."""
-SPUN_LOOKS = 64
+NUM_LOOKS = 8
 """Looks in a row where processors do an adapter's work, which goes on while one looks."""
 
 
@@ -209,7 +209,7 @@ class RdmaReader:
         def move() -> int:
             self._refuse_cut()
             before = requests.num_done
-            for _ in range(1 if self._side.is_offloaded else SPUN_LOOKS):
+            for _ in range(1 if self._side.is_offloaded else NUM_LOOKS):
                 if requests.move() == requests.goal:
                     break
             if requests.num_done > before:

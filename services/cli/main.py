@@ -296,7 +296,7 @@ def measure_transfers(  # noqa: PLR0917 - typer gives them by name
         str,
         typer.Option(
             "--transports",
-            help="shm, tcp; on GPUs cuda_ipc, layerwise, gather_buffer; all by default.",
+            help="shm, tcp, rdma; on GPUs cuda_ipc, layerwise, gather_buffer; all by default.",
         ),
     ] = "",
     devices: Annotated[

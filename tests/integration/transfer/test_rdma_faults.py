@@ -250,7 +250,7 @@ def test_a_peer_is_told_while_bytes_move(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(rdma_reader, "TOLD_PER_STALL", 1e12)
-    monkeypatch.setattr(rdma_reader, "SPUN_LOOKS", 1)
+    monkeypatch.setattr(rdma_reader, "NUM_LOOKS", 1)
     sock, session = stream
     secret = target.export.handle().secret
     sock.sendall(pack_frame(JOIN, 0, source_of(source, b"agent-2"), (NO_GRANT, secret), session))

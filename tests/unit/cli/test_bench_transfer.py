@@ -117,6 +117,7 @@ def test_the_limit_is_the_fastest_way_to_copy_as_many_bytes() -> None:
         assert {transport: set(found) for transport, found in ways.items()} == {
             "shm": {"memcpy", "streamed copy"},
             "tcp": {"plain stream"},
+            "rdma": {"memcpy", "streamed copy"},
         }
         mapped = PeerPool.open(peer.memory)
         for copy in ways["shm"].values():
