@@ -46,6 +46,8 @@ NUM_FRAGMENTS = 1024
 FRAGMENT_BYTES = 256 * 1024
 NUM_BYTES = NUM_FRAGMENTS * FRAGMENT_BYTES
 MIN_TCP_SHARE = 0.8
+MIN_RDMA_SHARE = 0.6
+"""Of NIXL alone, which reads no byte once more for a checksum."""
 CASES = {"one run": 1, "1024 fragments": NUM_FRAGMENTS}
 Write = Callable[[], float]
 
@@ -195,14 +197,14 @@ def verdicts(medians: dict[tuple[str, str], float]) -> list[tuple[str, float, fl
     for case in CASES:
         stream, tcp = medians["bare stream", "one run"], medians["tcp", case]
         found.append((f"tcp, {case}, of a bare stream", stream / tcp, MIN_TCP_SHARE))
-        for own, peer in (
-            ("shm", "NIXL, shared memory"),
-            ("tcp", "NIXL, tcp"),
-            ("rdma", "NIXL, shared memory"),
+        for own, peer, target in (
+            ("shm", "NIXL, shared memory", 1.0),
+            ("tcp", "NIXL, tcp", 1.0),
+            ("rdma", "NIXL, shared memory", MIN_RDMA_SHARE),
         ):
             if (peer, case) in medians and (own, case) in medians:
                 ratio = medians[peer, case] / medians[own, case]
-                found.append((f"{own}, {case}, of {peer}", ratio, 1.0))
+                found.append((f"{own}, {case}, of {peer}", ratio, target))
     return found
 
 
