@@ -1,7 +1,8 @@
 """Workers die in the middle of streams, which go on elsewhere as if nothing had been."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import count
@@ -41,8 +42,9 @@ class Kill:
     num_resumed: int
     known_after: float
     recompute: float
-    """What the resumed prompts take at the rate that was measured undisturbed."""
+    """The longest that a resumed prompt took until it was computed again, its queue included."""
     longest_gap: float
+    """About the moment at which a stream went on elsewhere."""
     num_ties: int
 
     @property
@@ -53,7 +55,7 @@ class Kill:
     def __str__(self) -> str:
         return (
             f"{self.victim}: {self.num_resumed} resumed, longest gap {self.longest_gap:.2f} s; "
-            f"known after {self.known_after:.2f} s, recomputing takes {self.recompute:.2f} s: "
+            f"known after {self.known_after:.2f} s, recomputing took {self.recompute:.2f} s: "
             f"{self.known_after:.2f} + 1.5 x {self.recompute:.2f} = {self.bound:.2f} s; "
             f"{self.num_ties} ties"
         )
@@ -73,16 +75,7 @@ class Killer:
         lengths = LENGTHS[self._role]
         return greedy_bodies(self._encode, lengths, MAX_TOKENS, first=next(self._firsts))
 
-    async def measure_rate(self) -> float:
-        """Return how many prompt tokens the cluster computes in a second, all workers together."""
-        bodies = [{**body, "max_tokens": 1} for body in self.bodies()]
-        began = monotonic()
-        async with asyncio.TaskGroup() as group:
-            for body in bodies:
-                group.create_task(self._cluster.ask(PATH, body))
-        return sum(LENGTHS[self._role]) / (monotonic() - began)
-
-    async def kill_one(self, rate: float) -> Kill:
+    async def kill_one(self) -> Kill:
         """Kill a busy worker under streams, and check that each ends like its quiet run."""
         bodies = self.bodies()
         streams = [OpenStream(self._cluster) for _ in range(NUM_STREAMS)]
@@ -93,18 +86,24 @@ class Killer:
             ]
             report = await self._cluster.wait_until("a worker to kill", self._has_victim)
             victim = self._victims(report)[0].id
-            killed_at, since = datetime.now(UTC).isoformat(), monotonic()
+            killed_at, since = datetime.now(UTC), monotonic()
             await self._cluster.kill(victim)
         await self._cluster.restart(victim)
-        num_ties = await self._num_ties(bodies, [task.result() for task in running])
-        log = [entry for entry in read_log_folder(self._cluster.log_dir) if entry.ts > killed_at]
+        answers = [task.result() for task in running]
+        log = read_log_folder(self._cluster.log_dir)
+        resumed = _resumed_after(log, killed_at)
+        gaps = [
+            stream.gap_at(since + resumed[answer.request_id], since)
+            for stream, answer in zip(streams, answers, strict=True)
+            if answer.request_id in resumed
+        ]
         return Kill(
             victim,
-            sum(entry.event == "request_resumed" for entry in log),
-            _seconds_to_news(log, killed_at),
-            _num_resumed_tokens(log) / rate,
-            max(stream.longest_gap(since) for stream in streams),
-            num_ties,
+            len(gaps),
+            max(resumed.values(), default=0.0),
+            max((_recompute_seconds(entry) for entry in log if _ended(entry, resumed)), default=0),
+            max(gaps, default=0.0),
+            await self._num_ties(bodies, answers),
         )
 
     async def _num_ties(self, bodies: Sequence[Json], answers: Sequence[Answer]) -> int:
@@ -123,27 +122,36 @@ class Killer:
         return [worker for worker in own if IS_BUSY[self._role](worker)]
 
 
-def _seconds_to_news(log: Sequence[LogEntry], killed_at: str) -> float:
-    news = next((entry.ts for entry in log if entry.event == "stream_failed"), killed_at)
-    return (datetime.fromisoformat(news) - datetime.fromisoformat(killed_at)).total_seconds()
+def _resumed_after(log: Sequence[LogEntry], killed_at: datetime) -> dict[str, float]:
+    """Return when each request went on elsewhere for the first time, in seconds after the kill."""
+    resumed: dict[str, float] = {}
+    for entry in log:
+        seconds = (datetime.fromisoformat(entry.ts) - killed_at).total_seconds()
+        if entry.event == "request_resumed" and seconds > 0:
+            resumed.setdefault(str(entry.fact("request_id")), seconds)
+    return resumed
 
 
-def _num_resumed_tokens(log: Sequence[LogEntry]) -> int:
-    """Return how many prompt tokens came a second time, on the workers that took them over."""
-    return sum(
-        entry.fact("num_prompt_tokens") or 0
-        for entry in log
-        if entry.event == "request_received" and "~" in str(entry.fact("request_id"))
-    )
+def _ended(entry: LogEntry, requests: Container[str]) -> bool:
+    return entry.event == "request_finished" and str(entry.fact("request_id")) in requests
+
+
+def _recompute_seconds(finished: LogEntry) -> float:
+    """Return how long a resumed request waited for its prompt to be computed, and was computed."""
+    phases = json.loads(str(finished.fact("phases") or "[]"))
+    names = [phase["name"] for phase in phases]
+    again = phases[names.index("resume") :] if "resume" in names else []
+    parts = [p["seconds"] for p in again if p["name"] in ("queue", "prefix", "prefill")]
+    return float(sum(parts))
 
 
 async def _kill_some(model: Path, encode: Encode, role: str, num_kills: int) -> None:
     async with running_cluster(ClusterOptions(model, num_prefill=2, num_decode=2)) as cluster:
         killer = Killer(cluster, encode, role)
-        rate = await killer.measure_rate()
-        kills = [await killer.kill_one(rate) for _ in range(num_kills)]
+        kills = [await killer.kill_one() for _ in range(num_kills)]
         print(*kills, sep="\n")
         assert sum(kill.num_resumed for kill in kills) >= num_kills, "the kills met too few streams"
+        assert [str(kill) for kill in kills if kill.longest_gap > kill.bound] == []
         for name, counts in (await cluster.wait_idle()).items():
             assert (counts.referenced, counts.in_transfer) == (0, 0), name
 

@@ -1,7 +1,6 @@
 """A streamed completion that is under way, and when its events came."""
 
 import asyncio
-from itertools import pairwise
 from time import monotonic
 
 from tests.support.answers import Answer, Json, events_of, gather_stream
@@ -20,10 +19,11 @@ class OpenStream:
         self._arrived = asyncio.Event()
         self._cluster = cluster
 
-    def longest_gap(self, since: float) -> float:
-        """Return the longest time without an event since then, in seconds, until the last one."""
-        gaps = [later - max(earlier, since) for earlier, later in pairwise(self.times)]
-        return max(gaps, default=0.0)
+    def gap_at(self, moment: float, since: float) -> float:
+        """Return the seconds without an event about a moment, counted from ``since`` at most."""
+        before = [time for time in self.times if time <= moment]
+        after = [time for time in self.times if time > moment]
+        return min(after) - max([*before, since]) if after else 0.0
 
     async def goes_on(self) -> None:
         """Wait for one more event. TimeoutError when none comes."""
