@@ -21,11 +21,11 @@ class SchedulingSettings(BaseModel):
         description="How the controller places requests: flowkv, or dualpath for KV that is mostly "
         "read from a store; the others are for comparison.",
     )
-    dualpath_preset: Literal["small", "medium", "large"] = Field(
+    dualpath_preset: Literal["small", "medium", "large", "adaptive"] = Field(
         "medium",
         description="How much work the policy dualpath gives a worker ahead: medium is 5 s of "
         "computing, and 3 s of reads before other hosts are preferred; small half of it, large "
-        "twice.",
+        "twice; adaptive moves between them as links and workers are used.",
     )
     roles: Literal["auto", "manual"] = Field(
         "auto",

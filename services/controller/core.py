@@ -29,6 +29,7 @@ from common.messages.control import (
     WorkerHello,
 )
 from common.messages.fields import Role
+from services.controller.adaptation import Adaptation
 from services.controller.admin_orders import AdminOrders
 from services.controller.decode_placer import DecodePlacer
 from services.controller.dispatcher import Dispatcher
@@ -51,6 +52,7 @@ from services.controller.limits import ControllerLimits
 from services.controller.look_ups import LookUps
 from services.controller.members import GatewayRecord, Members, WorkerRecord
 from services.controller.migrations import Migrations
+from services.controller.policy.dualpath.policy import DualPath
 from services.controller.policy.estimates import Objectives
 from services.controller.policy.policies import make_policy
 from services.controller.prefixes import Prefixes
@@ -95,6 +97,9 @@ class ControllerCore:
         self._registry = Registry(self.members, self._lifecycle, self.roles, self.prefixes, limits)
         self._heartbeats = Heartbeats(self.members, self.roles, self.prefixes, now)
         self._admin_orders = AdminOrders(self.members, self.roles, self.elasticity)
+        self._adaptation: Adaptation | None = None
+        if isinstance(policy, DualPath) and policy.is_adaptive:
+            self._adaptation = Adaptation(self.members, policy, now)
         self._round_at = now
 
     def handle(self, event: CoreEvent, now: float) -> list[Effect]:
@@ -327,6 +332,8 @@ class ControllerCore:
             self._round_at = now
             effects += self.elasticity.take_round(cause, now)
             effects += self._migrations.take_round(cause, now)
+            if self._adaptation is not None:
+                effects += self._adaptation.take_round(cause, now)
         return [*effects, *self._place_waiting(cause, now)]
 
     def _place_waiting(self, cause: str, now: float) -> list[Effect]:

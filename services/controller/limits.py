@@ -33,7 +33,7 @@ class ControllerLimits:
     tpot_seconds: float = 0.05
     store_read: Literal["dual", "prefill", "decode"] = "dual"
     store_load: Literal["auto", "always"] = "auto"
-    dualpath_preset: Literal["small", "medium", "large"] = "medium"
+    dualpath_preset: Literal["small", "medium", "large", "adaptive"] = "medium"
 
     @classmethod
     def of(cls, settings: Settings) -> "ControllerLimits":

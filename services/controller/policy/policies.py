@@ -34,7 +34,8 @@ class Policy(Protocol):
 def make_policy(name: str, seed: int = 0, preset: str = "medium") -> Policy:
     """Return the policy of a name as settings have it. Raises ValueError for an unknown name.
 
-    ``preset`` says how far ahead ``dualpath`` gives work; KeyError for one that is none.
+    ``preset`` says how far ahead ``dualpath`` gives work, "adaptive" that it moves with use;
+    KeyError for one that is none.
     """
     match name:
         case "round_robin":
@@ -50,6 +51,8 @@ def make_policy(name: str, seed: int = 0, preset: str = "medium") -> Policy:
         case "flowkv":
             return FlowKV()
         case "dualpath":
-            return DualPath(PRESETS[preset])
+            is_adaptive = preset == "adaptive"
+            horizons = PRESETS["medium" if is_adaptive else preset]
+            return DualPath(horizons, is_adaptive=is_adaptive)
         case _:
             raise ValueError(f"unknown policy {name!r}")

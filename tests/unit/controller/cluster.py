@@ -39,6 +39,7 @@ from common.messages.fields import (
     Role,
     WorkerLoad,
     WorkerRates,
+    WorkerTotals,
 )
 from common.sampling import SamplingParams
 from services.controller.core import ControllerCore
@@ -164,6 +165,7 @@ def heartbeat(
     measured: WorkerRates | None = None,
     index_sequence: int = 0,
     read_queue_tokens: int = 0,
+    totals: WorkerTotals | None = None,
 ) -> Heartbeat:
     load = WorkerLoad(
         num_waiting=0,
@@ -184,6 +186,7 @@ def heartbeat(
         mode=Mode.BALANCED,
         rates=measured or NO_RATES,
         index_sequence=index_sequence,
+        totals=totals or WorkerTotals(),
     )
 
 

@@ -40,7 +40,7 @@ from services.controller.policy.dualpath.prefill_side import (
     PrefillEngine,
     preference,
 )
-from services.controller.policy.dualpath.thresholds import PRESETS, Horizons, Thresholds
+from services.controller.policy.dualpath.thresholds import PRESETS, Adaptive, Horizons, Thresholds
 from services.controller.policy.views import Placement, RequestView, WorkerView
 
 
@@ -59,8 +59,18 @@ class DualPath:
     name = "dualpath"
     uses_prefixes = True
 
-    def __init__(self, horizons: Horizons = PRESETS["medium"]) -> None:
+    def __init__(
+        self, horizons: Horizons = PRESETS["medium"], *, is_adaptive: bool = False
+    ) -> None:
+        """With ``is_adaptive`` the thresholds follow what ``adapt`` is told."""
+        self.is_adaptive = is_adaptive
         self._horizons = horizons
+        self._factors = Adaptive()
+
+    def adapt(self, link_use: float, compute_use: float) -> Adaptive:
+        """Note how used links and engines were of late, 0 to 1; returns the factors from now on."""
+        self._factors = self._factors.after(link_use, compute_use)
+        return self._factors
 
     def choose(self, cluster: ClusterView, request: RequestView) -> Placement | None:
         """Return the first prefill side with a pair that works, and its decode side.
@@ -94,7 +104,8 @@ class DualPath:
             if not view.can_prefill or not view.can_hold(request.num_blocks):
                 continue
             compute_rate = view.prefill_rate or cluster.fastest_rate
-            thresholds = Thresholds.of(rates[view.host], compute_rate, self._horizons)
+            profiled = Thresholds.of(rates[view.host], compute_rate, self._horizons)
+            thresholds = self._factors.applied_to(profiled)
             engine = PrefillEngine(
                 EngineId(slot), view.uncomputed_tokens, queues[view.host], thresholds
             )
