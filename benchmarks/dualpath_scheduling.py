@@ -52,6 +52,7 @@ from services.controller.policy.dualpath.engines import (
     Side,
 )
 from services.controller.policy.dualpath.policy import DualPath
+from services.controller.policy.dualpath.ratio import NodeLinks, bottlenecks, feasible_ratios
 from services.controller.policy.dualpath.scheduler import DualPathScheduler
 from services.controller.policy.dualpath.thresholds import Thresholds
 from services.controller.policy.views import Pairing, RequestView, WorkerView
@@ -73,6 +74,8 @@ TRUE_COST = AttentionCost(chunk_seconds=3e-4, pair_seconds=1e-9, token_seconds=2
 NOISE = 0.05
 AGENTS = (60, 100, 130, 160, 200, 250)
 SEEDS = (1, 2, 3)
+PAPER_NODE = NodeLinks(8, 50e9, 50e9, 500e9)
+"""The paper's: engines, then bytes per second of a compute link, storage links and memory."""
 PLOT = Path(__file__).parents[1] / "docs" / "images" / "dualpath_links.svg"
 COLORS = {
     "dualpath": "#1f77b4",
@@ -389,6 +392,9 @@ def main(argv: list[str]) -> int:
     print_table(attention)
     links = [row for agents in AGENTS for row in read(agents, args.seconds)]
     print_table(links)
+    full = [demand.resource for demand in bottlenecks(PAPER_NODE, 2, 4)]
+    least, most = feasible_ratios(PAPER_NODE) or (0.0, 0.0)
+    print(f"P/D without a bottleneck: {least:.3g} to {most:.3g}; of 2P/4D: {full or 'none'}")
     rows = scheduler + policy + attention + links
     print(f"kept in benchmarks/results/{write_results('dualpath_scheduling', argv, rows).name}")
     if args.plot:
