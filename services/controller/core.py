@@ -52,6 +52,7 @@ from services.controller.limits import ControllerLimits
 from services.controller.look_ups import LookUps
 from services.controller.members import GatewayRecord, Members, WorkerRecord
 from services.controller.migrations import Migrations
+from services.controller.own_time import OwnTime
 from services.controller.policy.dualpath.policy import DualPath
 from services.controller.policy.estimates import Objectives
 from services.controller.policy.policies import make_policy
@@ -75,12 +76,14 @@ class ControllerCore:
     """All state of the controller. ``handle`` is the only mutator.
 
     ``host`` is our ``host_id()``: process ids of workers with the same one mean something here.
+    Everything behind ``handle`` has the controller's own time, in which its pauses do not count.
     """
 
     def __init__(self, limits: ControllerLimits, host: str, now: float) -> None:
         policy = make_policy(limits.policy, preset=limits.dualpath_preset)
         self.policy = policy.name
         self.started_at = now
+        self.own_time = OwnTime(limits, now)
         self.members = Members(host, Objectives(limits.ttft_seconds, limits.tpot_seconds))
         self.book = RequestBook(self.members)
         self.roles = Roles(self.members, limits.role_control)
@@ -104,6 +107,14 @@ class ControllerCore:
 
     def handle(self, event: CoreEvent, now: float) -> list[Effect]:
         """Take one event and return what to do, in order."""
+        stood = self.own_time.take(now)
+        effects = self._handle(event, self.own_time.at(now))
+        if stood < self.own_time.max_step_seconds:
+            return effects
+        facts = (("seconds", round(stood, 3)), ("reason", "the controller did not run"))
+        return [Note("stood_still", "clock", facts=facts, level="warning"), *effects]
+
+    def _handle(self, event: CoreEvent, now: float) -> list[Effect]:
         if not self.book.requests and not self.members.has_work():
             self._heartbeats.note_idle(now)
         match event:
@@ -122,7 +133,7 @@ class ControllerCore:
                 return self._tick(gone_pids, now)
 
     def readiness(self, now: float) -> tuple[bool, str]:
-        """Whether requests can be served now, and why not."""
+        """Whether requests can be served now, and why not; ``now`` is own time."""
         if missing := self.members.missing_role():
             return False, missing
         stalled = self._heartbeats.stalled_seconds(now)

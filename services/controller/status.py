@@ -6,7 +6,8 @@ from services.controller.core import ControllerCore
 
 def status_report(core: ControllerCore, now: float) -> StatusReport:
     """Return the cluster at this moment, workers and gateways by name."""
-    is_ready, reason = core.readiness(now)
+    own = core.own_time.at(now)
+    is_ready, reason = core.readiness(own)
     workers = sorted(core.members.workers.values(), key=lambda worker: worker.peer.worker_id)
     gateways = sorted(core.members.gateways.values(), key=lambda gateway: gateway.hello.gateway_id)
     first = workers[0].hello if workers else None
@@ -28,7 +29,7 @@ def status_report(core: ControllerCore, now: float) -> StatusReport:
                 epoch=worker.peer.epoch,
                 role=worker.held_role,
                 state=worker.state,
-                heartbeat_age_seconds=max(0.0, now - worker.last_seen),
+                heartbeat_age_seconds=max(0.0, own - worker.last_seen),
                 kv=worker.kv,
                 load=worker.load,
                 pairs=worker.pairs,

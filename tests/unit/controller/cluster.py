@@ -206,16 +206,33 @@ def submit(request_id: str, num_prompt_tokens: int = 64, num_choices: int = 1) -
 class Cluster:
     """A core whose time is set by hand; every event is followed by ``validate``.
 
+    The controller runs all the time, so that whatever passes is own time; but ``stand_still``.
     ``unreachable`` peers cannot be sent to, as in the shell.
     """
 
     def __init__(self, limits: ControllerLimits | None = None) -> None:
         self.now = 1000.0
         self.core = ControllerCore(limits or ControllerLimits(), HOST, self.now)
+        self._is_awake = True
+        self._ran_until = self.now
         self.unreachable: set[str] = set()
         self._sequence = itertools.count(1)
 
+    def stand_still(self, seconds: float) -> None:
+        self._run_on()
+        self.now += seconds
+        self._is_awake = False
+
+    def _run_on(self) -> None:
+        step = self.core.own_time.max_step_seconds
+        while self._is_awake and self._ran_until < self.now:
+            self._ran_until = min(self.now, self._ran_until + step)
+            assert self.core.own_time.take(self._ran_until) < 1e-6
+        self._is_awake = True
+        self._ran_until = self.now
+
     def handle(self, event: CoreEvent) -> list[Effect]:
+        self._run_on()
         effects = self.core.handle(event, self.now)
         self.core.validate()
         told: list[Effect] = []

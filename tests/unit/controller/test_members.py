@@ -12,6 +12,8 @@ from common.messages.control import (
     WorkerAccepted,
 )
 from common.messages.fields import Role, WorkerState
+from services.controller.effects import Note
+from services.controller.limits import ControllerLimits
 from services.controller.status import status_report
 from services.controller.strangers import MAX_TOLD_KEPT, TELL_AGAIN_SECONDS, Strangers
 from tests.unit.controller.cluster import (
@@ -28,6 +30,7 @@ from tests.unit.controller.cluster import (
 )
 
 OTHER = "ffffffffffffffff"
+LIMITS = ControllerLimits()
 
 
 def worker_state(cluster: Cluster, name: str) -> WorkerState | None:
@@ -373,3 +376,39 @@ def test_the_status_report_lists_workers_by_name_with_their_blocks() -> None:
     assert report.workers[1].kv is None
     assert (report.is_ready, report.num_requests, report.model_name) == (True, 1, "toy")
     assert [gateway.id for gateway in report.gateways] == ["g"]
+
+
+@pytest.mark.parametrize("host", ["here", "there"])
+def test_nobody_is_judged_by_the_time_that_the_controller_itself_stood_still(host: str) -> None:
+    cluster = pair_cluster(host=host)
+    for name in ("p0", "d0"):
+        cluster.beat(name)
+    cluster.stand_still(60.0)
+    effects = cluster.tick()  # before it has read what they said meanwhile
+    assert notes(effects) == ["stood_still"]
+    assert list(cluster.core.members.workers) == [("p0", 1), ("d0", 1)]
+    assert {worker.state for worker in cluster.core.members.workers.values()} == {"ready"}
+    assert list(cluster.core.members.gateways) == [("g", 1)]
+    assert cluster.core.readiness(cluster.core.own_time.at(cluster.now)) == (True, "")
+    assert notes(cluster.tick(after=0.1)) == []
+    death_seconds = LIMITS.death_seconds * (LIMITS.suspect_factor if host == "here" else 1)
+    assert notes(cluster.tick(after=death_seconds)).count("worker_left") == 2
+
+
+def test_a_pause_gives_a_silent_peer_no_more_time_than_it_had_left() -> None:
+    cluster = pair_cluster(host="there")
+    cluster.now += LIMITS.death_seconds - 0.6
+    cluster.gateway_beat()
+    cluster.stand_still(9.0)
+    assert notes(cluster.tick()) == ["stood_still"]
+    left = [effect for effect in cluster.tick(after=0.2) if isinstance(effect, Note)]
+    assert [note.event for note in left if note.event == "worker_left"] == ["worker_left"] * 2
+
+
+def test_the_status_tells_heartbeats_as_old_as_the_controller_could_have_heard_them() -> None:
+    cluster = pair_cluster()
+    cluster.stand_still(9.0)
+    (first, _) = status_report(cluster.core, cluster.now).workers
+    cluster.tick()
+    (later, _) = status_report(cluster.core, cluster.now).workers
+    assert first.heartbeat_age_seconds == later.heartbeat_age_seconds <= 0.5
