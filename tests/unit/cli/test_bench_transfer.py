@@ -88,7 +88,7 @@ def test_the_table_names_every_column(capsys: pytest.CaptureFixture[str]) -> Non
     ("bench", "message"),
     [
         (TransferBench(shapes="gpt"), "unknown: gpt; there are smollm2-135m"),
-        (TransferBench(transports="rdma"), "unknown: rdma; there are shm, tcp"),
+        (TransferBench(transports="pigeon"), "unknown: pigeon; there are shm, tcp"),
         (TransferBench(tokens="12,x"), "12,x is no list"),
         (TransferBench(devices="0"), "0 are not two GPUs: say for example 0,1"),
         (TransferBench(devices="0,99"), "GPUs 0,99: this process sees"),
