@@ -162,16 +162,17 @@ class Elasticity:
         running = [name for hello in hellos for name in hello.running]
         added = frozenset(name for name in running if name.startswith(ADDED_PREFIX))
         self._adopt(added)
-        live = [
-            worker.view()
-            for key, worker in self._members.workers.items()
-            if worker.state in _LIVE and (key in self._retiring or not worker.is_drain_ordered)
-        ]
+        live = [w for w in self._members.workers.values() if w.state in _LIVE]
+        drained = frozenset(
+            worker.peer.worker_id
+            for worker in live
+            if worker.is_drain_ordered and worker.key not in self._retiring
+        )
         change = self._scaling_planner.plan(
             self._machine.scenario,
             self._machine.pressure,
-            live,
-            Fleet(budget, len(running), added),
+            [worker.view() for worker in live],
+            Fleet(budget, len(running), added, drained & added),
             now,
         )
         match change:

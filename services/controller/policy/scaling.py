@@ -26,12 +26,14 @@ START_SECONDS = 120.0
 class Fleet:
     """What the scalers have: ``budget`` workers at most, ``num_running`` now.
 
-    Those in ``added``, which run too, were asked for by the controller and may be let go.
+    Those in ``added``, which run too, were asked for by the controller and may be let go. Those of
+    them in ``drained`` do nothing, as the operator wants: nobody waits for them, and they go first.
     """
 
     budget: int
     num_running: int
     added: frozenset[WorkerId]
+    drained: frozenset[WorkerId] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +107,9 @@ class ScalingPlanner:
             if fleet.num_running < number and now - since < START_SECONDS:
                 return True
             self._expected = None
-        added = [worker for worker in workers if worker.worker_id in fleet.added]
-        is_missing = len(added) < len(fleet.added) and self._is_cooling(START_SECONDS, now)
+        at_work = fleet.added - fleet.drained
+        added = [worker for worker in workers if worker.worker_id in at_work]
+        is_missing = len(added) < len(at_work) and self._is_cooling(START_SECONDS, now)
         return is_missing or any(w.is_draining or not w.has_heartbeat for w in added)
 
     def _is_cooling(self, seconds: float, now: float) -> bool:
@@ -124,7 +127,13 @@ class ScalingPlanner:
         return sum(w.role is giving and not w.is_draining for w in workers) < 2
 
     def _spare(self, workers: Sequence[WorkerView], fleet: Fleet) -> WorkerView | None:
-        """Return the least loaded added worker of the larger half; its role keeps one at least."""
+        """Return the least loaded added worker of the larger half; its role keeps one at least.
+
+        One that the operator has drained serves nobody: it goes before all others.
+        """
+        idle = [worker for worker in workers if worker.worker_id in fleet.drained]
+        if idle:
+            return min(idle, key=lambda worker: worker.worker_id)
         ready = [worker for worker in workers if not worker.is_draining]
         counts = {role: sum(worker.role is role for worker in ready) for role in Role}
         spare = [w for w in ready if w.worker_id in fleet.added and counts[w.role] > 1]

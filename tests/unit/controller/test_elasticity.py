@@ -240,14 +240,41 @@ def test_a_controller_that_was_started_anew_stops_what_an_earlier_one_drained() 
     assert stops == [StopWorker(worker_id=WorkerId("extra-decode-0"))]
 
 
-def test_a_worker_that_the_operator_drained_is_not_stopped() -> None:
+def drained_by_the_operator(name: str) -> Load:
     load = Load(num_decode=2)
     load.cluster.join("extra-decode-0", Role.DECODE, pid=300)
     load.running = ("p0", "d0", "d1", "extra-decode-0")
-    order = OrderDrain(worker_id=WorkerId("extra-decode-0"), is_draining=True)
-    load.cluster.order(order)
-    load.draining = {"extra-decode-0"}
+    load.cluster.order(OrderDrain(worker_id=WorkerId(name), is_draining=True))
+    load.draining = {name}
+    return load
+
+
+def test_an_added_worker_that_the_operator_drained_goes_first_in_a_quiet_time() -> None:
+    load = drained_by_the_operator("extra-decode-0")
+    load.cluster.join("extra-decode-1", Role.DECODE, pid=301)
+    load.running = (*load.running, "extra-decode-1")
+    effects = load.seconds(15)
+    stops = {answer for answer in answers(effects) if isinstance(answer, StopWorker)}
+    assert stops == {StopWorker(worker_id=WorkerId("extra-decode-0"))}
+    assert notes(effects).count("worker_retires") == 1
+
+
+def test_a_worker_of_the_start_that_the_operator_drained_is_not_stopped() -> None:
+    load = drained_by_the_operator("d1")
+    load.running = ("p0", "d0", "d1")
     assert not any(isinstance(answer, StopWorker) for answer in answers(load.seconds(60)))
+
+
+def test_an_added_worker_that_the_operator_drained_does_not_keep_others_from_being_added() -> None:
+    load = Load()
+    load.running = ("p0", "d0")
+    load.is_prefill_busy = load.is_decode_busy = True
+    (first,) = started(load.seconds(12))
+    load.cluster.join(first.worker_id, first.role, pid=300)
+    load.running = ("p0", "d0", first.worker_id)
+    load.cluster.order(OrderDrain(worker_id=first.worker_id, is_draining=True))
+    load.draining = {first.worker_id}
+    assert len(started(load.seconds(12))) == 1
 
 
 def test_a_worker_that_the_operator_wants_back_is_not_stopped() -> None:
