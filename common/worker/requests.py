@@ -151,7 +151,7 @@ class WorkerRequests:
 
     def _refuse(self, request_id: RequestId, refusal: Refusal) -> None:
         code, message = refusal
-        log.info("request_refused", request_id=request_id, code=code, reason=message)
+        log.info("prefill_refused", request_id=request_id, code=code, reason=message)
         self._metrics.refusals.labels(code).inc()
         refused = PrefillRefused(request_id=request_id, code=code, message=message)
         self._control.send(refused, request_id)
