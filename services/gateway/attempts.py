@@ -58,21 +58,26 @@ class Attempts:
         return self._live.pop(request_id, None)
 
     def go_on(
-        self, lost: Attempt, choices: Sequence[int], emitted_of: Callable[[int], list[int]]
+        self,
+        choices: Sequence[int],
+        emitted_of: Callable[[int], list[int]],
+        num_resumes: int,
     ) -> tuple[Attempt, ...]:
-        """Make the attempts that go on with these choices of a lost one."""
+        """Make the attempts that go on with these choices of one that has ended."""
         emitted = {choice: emitted_of(choice) for choice in choices}
         is_run = list(choices) == list(range(choices[0], choices[0] + len(choices)))
         groups = [choices] if is_run and not any(emitted.values()) else [[c] for c in choices]
-        made = tuple(self._make(lost, group[0], len(group), emitted[group[0]]) for group in groups)
+        made = tuple(
+            self._make(group[0], len(group), emitted[group[0]], num_resumes) for group in groups
+        )
         self._live.update({attempt.request_id: attempt for attempt in made})
         return made
 
-    def _make(self, lost: Attempt, choice: int, count: int, emitted: list[int]) -> Attempt:
+    def _make(self, choice: int, count: int, emitted: list[int], num_resumes: int) -> Attempt:
         first = self.first
         request_id = RequestId(f"{first.request_id}~{self._num_made}")
         self._num_made += 1
         params = replace(
             first.params, first_choice=choice, num_choices=count, num_drawn=len(emitted)
         )
-        return Attempt(request_id, [*first.prompt, *emitted], params, lost.num_resumes + 1)
+        return Attempt(request_id, [*first.prompt, *emitted], params, num_resumes)

@@ -9,8 +9,8 @@ import numpy as np
 import structlog
 
 from common.errors import ErrorCode, RemoteProtocolError, RequestError
-from common.ids import GatewayId, RequestId, new_epoch
-from common.messages.codec import Codec
+from common.ids import Epoch, GatewayId, RequestId, new_epoch
+from common.messages.codec import Codec, Envelope
 from common.messages.control import (
     CancelRequest,
     ClusterState,
@@ -81,6 +81,7 @@ class ClusterBackend:
         self._hello = replace(hello, tokens_endpoint=self._tokens.endpoint)
         self._submissions: dict[RequestId, ClusterSubmission] = {}
         self._state: ClusterState | None = None
+        self._controller_epoch: Epoch | None = None
         self._heard_at = monotonic()
         self._heartbeat_seconds = HELLO_RETRY_SECONDS
         self._is_registered = False
@@ -110,7 +111,9 @@ class ClusterBackend:
         submission = ClusterSubmission(self, attempts)
         self._submissions[request_id] = submission
         try:
-            if not self.send(attempts.first):
+            if self._state is None:
+                submission.hold()
+            elif not self.send(attempts.first):
                 full = "the controller takes no messages"
                 submission.refuse(
                     RequestError(ErrorCode.NO_WORKER, full, retry_after_seconds=POLL_SECONDS)
@@ -217,9 +220,32 @@ class ClusterBackend:
             link = self._control
             async for received in link.received():
                 self._heard_at = monotonic()
+                self._note_controller(received.envelope)
                 self._on_control(received.message)
                 if self._control is not link:
                     break
+
+    def _note_controller(self, envelope: Envelope) -> None:
+        """Say hello to a controller that we have not heard before, whatever its first word is.
+
+        Our requests are no concern of it. Cancels of them are, so that it has the hello first.
+        """
+        before, self._controller_epoch = self._controller_epoch, envelope.epoch
+        if before in (None, envelope.epoch):
+            return
+        self._say_hello("new controller")
+        told = "the controller was started anew and does not know the request"
+        error = RequestError(ErrorCode.NO_WORKER, told, retry_after_seconds=POLL_SECONDS)
+        for owner in self._owners():
+            owner.orphan(error)
+
+    def _say_hello(self, cause: str) -> None:
+        self._is_registered = False
+        self._state = None
+        self._control.try_send(self._hello, cause)
+
+    def _owners(self) -> list[ClusterSubmission]:
+        return list({id(owner): owner for owner in self._submissions.values()}.values())
 
     def _on_control(self, message: ControllerToGateway) -> None:
         match message:
@@ -232,13 +258,11 @@ class ClusterBackend:
             case HelloRefused():
                 self._refusal.refused(message)
             case HelloRequested():
-                self._is_registered = False
-                self._state = None
-                for orphaned in {id(owner): owner for owner in self._submissions.values()}.values():
-                    orphaned.orphan()
-                self._control.try_send(self._hello, "hello requested")
+                if message.epoch == self._hello.epoch:
+                    self._be_strange()
             case Fenced():
-                self._begin_anew(message.message)
+                if message.epoch == self._hello.epoch:
+                    self._begin_anew(message.message)
             case ClusterState():
                 self._state = message
             case (
@@ -274,19 +298,30 @@ class ClusterBackend:
         submission = self._submissions.get(request_id)
         if submission is not None:
             log.warning("stream_failed", request_id=request_id, code=code, reason=message)
-            submission.lost(request_id, RequestError(code, message))
+            submission.failed(request_id, RequestError(code, message))
 
     def _begin_anew(self, reason: str) -> None:
         """The controller took us for dead and cancelled our requests: come back as a new epoch."""
         log.warning("fenced", reason=reason)
-        for request_id in list(self._submissions):
-            self._failed(request_id, ErrorCode.INTERNAL, f"the gateway was fenced: {reason}")
         epoch = new_epoch()
         self._hello = replace(self._hello, epoch=epoch)
         self._identity.epoch = epoch
-        self._is_registered = False
         self._control.close()
         self._control = self._connect()
+        self._say_hello("fenced")
+        self._cancelled_by_controller(f"the gateway was fenced: {reason}")
+
+    def _be_strange(self) -> None:
+        """The controller does not know us: it is a new one, or has long forgotten our death."""
+        was_known = self._is_registered
+        self._say_hello("hello requested")
+        if was_known:
+            self._cancelled_by_controller("the controller has forgotten the gateway")
+
+    def _cancelled_by_controller(self, told: str) -> None:
+        error = RequestError(ErrorCode.NO_WORKER, told, retry_after_seconds=POLL_SECONDS)
+        for owner in self._owners():
+            owner.fenced(error)
 
     async def _receive_tokens(self) -> None:
         async for received in self._tokens.received():
@@ -306,6 +341,7 @@ class ClusterBackend:
             try:
                 submission.take(delta)
             except RemoteProtocolError as error:
-                self._failed(delta.request_id, ErrorCode.INTERNAL, str(error))
+                log.warning("tokens_refused", request_id=delta.request_id, reason=str(error))
+                submission.give_up(delta.request_id, RequestError(ErrorCode.INTERNAL, str(error)))
             if number % DELTAS_PER_TURN == 0:
                 await asyncio.sleep(0)

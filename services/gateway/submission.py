@@ -78,12 +78,13 @@ class _Loss:
     """Why an attempt was made that nobody has taken in yet.
 
     It fails with ``error`` when nobody has by ``deadline``. ``is_asked`` while the controller owes
-    an answer.
+    an answer, ``is_waiting`` while a timer is to ask it; never both.
     """
 
     error: RequestError
     deadline: float
     is_asked: bool = False
+    is_waiting: bool = False
 
 
 class ClusterSubmission:
@@ -103,7 +104,7 @@ class ClusterSubmission:
         self._heard_at = monotonic()
         self._gap_since: float | None = None
         self._ended_at: float | None = None
-        self._is_orphan = False
+        self._orphans: set[RequestId] = set()
         self._losses: dict[RequestId, _Loss] = {}
         self._placed: set[RequestId] = set()
         self._successors: set[RequestId] = set()
@@ -115,6 +116,12 @@ class ClusterSubmission:
     def phases(self) -> tuple[PhaseRecord, ...]:
         """Where its time went, as far as that was told."""
         return self._ledger.records
+
+    def hold(self) -> None:
+        """Hand the request in once the controller knows this gateway; nobody was asked yet."""
+        message = f"no controller took the request in within {ANSWER_SECONDS:g} s"
+        error = RequestError(ErrorCode.NO_WORKER, message, retry_after_seconds=POLL_SECONDS)
+        self._seek(self._attempts.first, _Loss(error, monotonic() + ANSWER_SECONDS))
 
     async def wait_taken_in(self) -> None:
         """Wait until the controller has queued or placed the request.
@@ -151,6 +158,8 @@ class ClusterSubmission:
     def take(self, delta: WireDelta) -> None:
         """Put a delta in order. Raises RemoteProtocolError when it cannot belong here."""
         self._heard_at = monotonic()
+        if delta.request_id not in self._placed:
+            self.placed(delta.request_id)  # the word of it was lost with its controller
         self._pending.add(self._order.add(delta))
         if delta.request_id in self._successors:
             self._successors.clear()
@@ -172,26 +181,31 @@ class ClusterSubmission:
     # ---- going on elsewhere ----------------------------------------------------------------------
 
     def lost(self, request_id: RequestId, error: RequestError) -> None:
-        """One of its requests failed: let its choices go on elsewhere, where that can be."""
-        attempt = self._attempts.end(request_id)
+        """One of its requests is over, everywhere: let its choices go on elsewhere.
+
+        Where they cannot, the submission fails.
+        """
+        attempt = self._end(request_id)
         if attempt is None or self._is_closed or self._order.is_finished:
             return
-        self._link.forget(request_id)
         may_resume = self._taken_in.done() and attempt.num_resumes < self._link.max_resumes
         if not may_resume or error.code not in RESUMED:
             self.fail(error)
             return
-        choices = self._order.restart(attempt.choices)
-        if not choices:
-            return
-        self._gap_since = self._ended_at = None
-        self._ledger.lost(monotonic())
-        self._is_orphan &= bool(self._attempts.live)
-        for successor in self._attempts.go_on(attempt, choices, self._order.emitted):
-            self._successors.add(successor.request_id)
-            self._losses[successor.request_id] = _Loss(error, monotonic() + RESUME_SECONDS)
-            self._link.adopt(self, successor, error)
-            self._ask(successor)
+        self._go_on(attempt, _Loss(error, monotonic() + RESUME_SECONDS), attempt.num_resumes + 1)
+
+    def give_up(self, request_id: RequestId, error: RequestError) -> None:
+        """End one of its requests, which some worker may still have; else like ``lost``."""
+        if self._attempts.find(request_id) is not None:
+            self._link.cancel(request_id, None, error.message)
+            self.lost(request_id, error)
+
+    def failed(self, request_id: RequestId, error: RequestError) -> None:
+        """One of its requests failed. The controller has ended it everywhere, if it knows it."""
+        if request_id in self._orphans:
+            self.give_up(request_id, error)
+        else:
+            self.lost(request_id, error)
 
     def refused(self, request_id: RequestId, error: RequestError) -> None:
         """Nobody takes one of its requests in now.
@@ -203,17 +217,86 @@ class ClusterSubmission:
             self.lost(request_id, error)
             return
         attempt = self._attempts.find(request_id)
-        if attempt is None:
+        if attempt is None or not loss.is_asked:
             return
         if error.code not in RETRIED:
             self.fail(error)
             return
         self._ask_later(attempt, loss)
 
+    def orphan(self, error: RequestError) -> None:
+        """The controller is gone; the new one does not know the request.
+
+        What its workers have goes on; what waited in the controller's queue was lost with it.
+        """
+        for attempt in self._attempts.live:
+            request_id = attempt.request_id
+            if self._hand_in_anew(attempt, error):
+                continue
+            if request_id in self._placed:
+                self._orphans.add(request_id)
+            else:
+                self.give_up(request_id, error)
+
+    def fenced(self, error: RequestError) -> None:
+        """The controller took the gateway for dead, and cancelled what it had placed for it.
+
+        What an earlier controller placed goes on.
+        """
+        for attempt in self._attempts.live:
+            if attempt.request_id in self._orphans or self._hand_in_anew(attempt, error):
+                continue
+            self.lost(attempt.request_id, error)
+
+    def _hand_in_anew(self, attempt: Attempt, error: RequestError) -> bool:
+        """Whether nobody has taken an attempt in, as far as we know.
+
+        One that was handed in all the same is replaced: a worker may have it without our knowing,
+        and would not take its id again.
+        """
+        loss = self._losses.get(attempt.request_id)
+        if loss is None and not self._taken_in.done():
+            loss = _Loss(error, monotonic() + ANSWER_SECONDS, is_asked=True)
+        if loss is None:
+            return False
+        if loss.is_asked:
+            self._link.cancel(attempt.request_id, None, error.message)
+            self._end(attempt.request_id)
+            self._go_on(attempt, _Loss(loss.error, loss.deadline), attempt.num_resumes)
+        return True
+
+    def _end(self, request_id: RequestId) -> Attempt | None:
+        """Forget all of an attempt; None for one that was not under way."""
+        attempt = self._attempts.end(request_id)
+        if attempt is not None:
+            self._link.forget(request_id)
+            self._losses.pop(request_id, None)
+            for ids in (self._orphans, self._placed, self._successors, self._finished):
+                ids.discard(request_id)
+        return attempt
+
+    def _go_on(self, attempt: Attempt, loss: _Loss, num_resumes: int) -> None:
+        """Make the requests that go on with what is left of an attempt's choices."""
+        choices = self._order.restart(attempt.choices)
+        if not choices:
+            return
+        self._gap_since = self._ended_at = None
+        self._ledger.lost(monotonic())
+        made = self._attempts.go_on(choices, self._order.emitted, num_resumes)
+        for successor in made:
+            self._successors.add(successor.request_id)
+            self._link.adopt(self, successor, loss.error)
+            self._seek(successor, _Loss(loss.error, loss.deadline))
+
+    def _seek(self, attempt: Attempt, loss: _Loss) -> None:
+        self._losses[attempt.request_id] = loss
+        self._ask(attempt)
+
     def _ask(self, attempt: Attempt) -> None:
         loss = self._losses.get(attempt.request_id)
-        if loss is None or self._is_closed or self._attempts.find(attempt.request_id) is None:
+        if loss is None or loss.is_asked or self._is_closed:
             return
+        loss.is_waiting = False
         now = self._heard_at = monotonic()
         if now > loss.deadline:
             self.fail(loss.error)
@@ -225,27 +308,10 @@ class ClusterSubmission:
 
     def _ask_later(self, attempt: Attempt, loss: _Loss) -> None:
         loss.is_asked = False
-        loop = asyncio.get_running_loop()
-        loop.call_later(RESUME_RETRY_SECONDS, partial(self._ask, attempt))
-
-    def orphan(self) -> None:
-        """The controller is gone; the new one does not know the request.
-
-        What its workers have goes on; what waited in the controller's queue was lost with it.
-        """
-        self._is_orphan = True
-        message = "the controller was started anew while the request waited in its queue"
-        error = RequestError(ErrorCode.NO_WORKER, message, retry_after_seconds=POLL_SECONDS)
-        for attempt in self._attempts.live:
-            loss = self._losses.get(attempt.request_id)
-            if loss is not None and loss.is_asked:
-                self._ask_later(attempt, loss)
-            elif loss is None and not self._taken_in.done():
-                loss = _Loss(error, monotonic() + ANSWER_SECONDS)
-                self._losses[attempt.request_id] = loss
-                self._ask_later(attempt, loss)
-            elif loss is None and attempt.request_id not in self._placed:
-                self.lost(attempt.request_id, error)
+        if not loss.is_waiting:
+            loss.is_waiting = True
+            loop = asyncio.get_running_loop()
+            loop.call_later(RESUME_RETRY_SECONDS, partial(self._ask, attempt))
 
     # ---- the stream ------------------------------------------------------------------------------
 
@@ -276,19 +342,20 @@ class ClusterSubmission:
             if over:
                 self.fail(over[0])
             return
-        error = self._trouble(now)
-        if error is None or self._order.is_finished:
+        if self._order.is_finished:
             return
         for attempt in self._attempts.live:
-            self._link.cancel(attempt.request_id, None, error.message)
-            self.lost(attempt.request_id, error)
+            error = self._trouble(attempt, now)
+            if error is not None:
+                self.give_up(attempt.request_id, error)
 
-    def _trouble(self, now: float) -> RequestError | None:
-        """Return why the request's workers are to be given up, if so."""
+    def _trouble(self, attempt: Attempt, now: float) -> RequestError | None:
+        """Return why the workers of an attempt are to be given up, if so."""
         if self._is_late(now):
             message = "tokens were lost on their way to the gateway"
             return RequestError(ErrorCode.TRANSFER_FAILED, message)
-        if self._is_orphan and now - self._heard_at > ORPHAN_SILENCE_SECONDS:
+        is_orphan = attempt.request_id in self._orphans
+        if is_orphan and now - self._heard_at > ORPHAN_SILENCE_SECONDS:
             message = "nothing was heard of the request since the controller was started anew"
             return RequestError(ErrorCode.WORKER_DIED, message)
         silent = self._link.controller_silence_seconds

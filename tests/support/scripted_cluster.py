@@ -13,6 +13,7 @@ from common.messages.control import (
     CancelRequest,
     ClusterState,
     ControllerToGateway,
+    Fenced,
     GatewayAccepted,
     GatewayHeartbeat,
     GatewayHello,
@@ -60,13 +61,17 @@ class ScriptedCluster:
         """Whether requests are queued instead of being placed."""
         self.ignoring = 0
         """So many requests are not answered at all."""
+        self.deaf = False
+        """Whether hellos are not answered."""
         control, tokens = f"ipc://{folder}/control", f"ipc://{folder}/tokens"
         self._board = Board()
+        self._placed: set[RequestId] = set()
+        self._identity = Identity("controller", new_epoch())
         self._hub: RouterHub[ControllerToGateway, GatewayToController] = RouterHub(
             self.context,
             CONTROL,
             control,
-            Identity("controller", new_epoch()),
+            self._identity,
             Codec(ControllerToGateway),
             Codec(GatewayToController),
         )
@@ -99,9 +104,11 @@ class ScriptedCluster:
         """Answer until closed."""
         async for received in self._hub.received():
             match received.message:
-                case GatewayHello():
-                    self.say(GatewayAccepted(heartbeat_seconds=0.05))
-                    self.say(READY)
+                case GatewayHello(epoch=epoch):
+                    self._gateway = (GATEWAY, Epoch(epoch))
+                    if not self.deaf:
+                        self.say(GatewayAccepted(heartbeat_seconds=0.05))
+                        self.say(READY)
                 case GatewayHeartbeat():
                     self.say(READY)
                 case SubmitRequest(request_id=request_id) as submit:
@@ -114,19 +121,34 @@ class ScriptedCluster:
     def _answer(self, request_id: RequestId) -> None:
         if self.ignoring:
             self.ignoring -= 1
+        elif request_id in self._placed:
+            self.refuse(request_id, ErrorCode.BAD_REQUEST, "this request id is in use")
         elif request_id in self.refusing:
-            self.say(
-                RequestRefused(request_id=request_id, code=ErrorCode.NO_WORKER, message="none")
-            )
+            self.refuse(request_id, ErrorCode.NO_WORKER, "none")
         elif self.queueing:
             self.say(RequestQueued(request_id=request_id))
         else:
+            self._placed.add(request_id)
             side = WorkerId("d0")
             self.say(RequestPlaced(request_id=request_id, prefill_worker=side, decode_worker=side))
 
+    def refuse(self, request: str, code: ErrorCode, message: str) -> None:
+        """Refuse a request."""
+        self.say(RequestRefused(request_id=RequestId(request), code=code, message=message))
+
+    def be_another(self) -> None:
+        """Be a controller that was just started, from the next word on."""
+        self._identity.epoch = new_epoch()
+        self._placed.clear()
+
     def begin_anew(self) -> None:
         """Be a controller that was just started: the gateway is to say hello again."""
+        self.be_another()
         self.say(HelloRequested(epoch=self._gateway[1]))
+
+    def fence(self) -> None:
+        """Take the gateway for dead."""
+        self.say(Fenced(epoch=self._gateway[1], message="no heartbeat"))
 
     def say(self, message: ControllerToGateway) -> None:
         """Say something as the controller."""
@@ -174,14 +196,32 @@ class ScriptedCluster:
             f"{request} is submitted {count} times", lambda: self.num_submits(request) >= count
         )
 
-    async def hears_cancel(self) -> None:
-        """Wait until the gateway wants no more of the request "r"."""
+    def num_cancels(self, request: str) -> int:
+        """Return how often the gateway has said that it wants no more of this request."""
+        cancels = (message for message in self.got if isinstance(message, CancelRequest))
+        return sum(cancel.request_id == request for cancel in cancels)
 
-        def has_come() -> bool:
-            cancels = [message for message in self.got if isinstance(message, CancelRequest)]
-            return any(cancel.request_id == "r" for cancel in cancels)
+    async def hears_cancel(self, request: str = "r") -> None:
+        """Wait until the gateway wants no more of this request."""
+        told = f"a cancel of {request}; got {self.got}"
+        await self._board.wait_for(told, lambda: self.num_cancels(request) > 0)
 
-        await self._board.wait_for(f"a cancel; got {self.got}", has_come)
+    async def hears_hellos(self, count: int) -> None:
+        """Wait until the gateway has said hello so often."""
+
+        def is_told() -> bool:
+            return sum(isinstance(message, GatewayHello) for message in self.got) >= count
+
+        await self._board.wait_for(f"{count} hellos", is_told)
+
+    async def hears_streams(self, count: int) -> None:
+        """Wait until the gateway's last heartbeat tells of so many requests."""
+
+        def is_told() -> bool:
+            beats = [m.num_streams for m in self.got if isinstance(m, GatewayHeartbeat)]
+            return beats[-1:] == [count]
+
+        await self._board.wait_for(f"{count} streams", is_told)
 
     async def settle(self) -> None:
         """Wait until the gateway has taken everything that the controller said so far."""

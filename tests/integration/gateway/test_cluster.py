@@ -149,14 +149,136 @@ async def test_a_queued_request_is_queued_again_by_the_next_controller(tmp_path)
 
 async def test_a_request_whose_controller_died_before_it_answered_is_asked_for_again(tmp_path):
     async with scripted_cluster(tmp_path) as cluster:
+        cluster.backend.max_resumes = 0
         cluster.ignoring = 1
         async with asyncio.TaskGroup() as group:
             submitting = group.create_task(cluster.submit())
             await cluster.resubmitted("r")
             cluster.begin_anew()
         submission = submitting.result()
+        # A worker may have the first one, and would not take its id again.
+        await cluster.hears_cancel("r")
+        cluster.emit(0, 7, finish=FinishReason.STOP, request="r~1")
+        assert await tokens_of(submission) == [7]
+        await submission.aclose()
+
+
+@pytest.mark.parametrize("is_refused_first", [False, True])
+async def test_a_request_that_the_next_controller_gets_from_a_stranger_is_served_once(
+    tmp_path, is_refused_first
+):
+    async with scripted_cluster(tmp_path) as cluster:
+        cluster.ignoring = 1
+        async with asyncio.TaskGroup() as group:
+            submitting = group.create_task(cluster.submit())
+            await cluster.resubmitted("r")
+            if not is_refused_first:
+                cluster.begin_anew()
+            else:
+                cluster.be_another()
+            cluster.refuse("r", ErrorCode.NO_WORKER, "it does not know this gateway yet")
+            await cluster.resubmitted("r~1")
+        submission = submitting.result()
+        await cluster.settle()
+        cluster.emit(0, 7, request="r~1")
+        cluster.emit(1, 8, finish=FinishReason.STOP, request="r~1")
+        assert await tokens_of(submission) == [7, 8]
+        await submission.aclose()
+        await cluster.hears_streams(0)
+        assert (cluster.num_submits("r"), cluster.num_submits("r~1")) == (1, 1)
+        assert (cluster.num_cancels("r"), cluster.num_cancels("r~1")) == (1, 0)
+
+
+async def test_tokens_that_come_before_the_word_of_their_placing_are_enough(tmp_path):
+    async with scripted_cluster(tmp_path) as cluster:
+        cluster.ignoring = 1
+        async with asyncio.TaskGroup() as group:
+            submitting = group.create_task(cluster.submit())
+            await cluster.resubmitted("r")
+            cluster.emit(0, 7)
+        submission = submitting.result()
+        cluster.begin_anew()
+        await cluster.settle()
+        cluster.emit(1, 8, finish=FinishReason.STOP)
+        assert await tokens_of(submission) == [7, 8]
+        await submission.aclose()
+        assert "r~1" not in cluster.submitted
+
+
+async def test_a_request_that_comes_before_the_controller_knows_the_gateway_is_held(tmp_path):
+    async with scripted_cluster(tmp_path) as cluster:
+        await cluster.settle()
+        cluster.refusing = ["r"]  # as a controller does that got it before the hello
+        cluster.deaf = True
+        cluster.begin_anew()
+        await cluster.hears_hellos(2)
+        async with asyncio.TaskGroup() as group:
+            submitting = group.create_task(cluster.submit())
+            await cluster.hears_hellos(3)  # it says hello until it is answered
+            assert cluster.num_submits("r") == 0
+            cluster.refusing, cluster.deaf = [], False
+        submission = submitting.result()
         cluster.emit(0, 7, finish=FinishReason.STOP)
         assert await tokens_of(submission) == [7]
+        await submission.aclose()
+
+
+async def test_a_fenced_gateway_lets_its_streams_go_on_after_what_they_have(tmp_path):
+    async with scripted_cluster(tmp_path) as cluster:
+        submission = await cluster.submit()
+        cluster.emit(0, 7)
+        events = submission.events()
+        assert [token.token_id for token in (await anext(events)).tokens] == [7]
+        cluster.fence()
+        submit, prompt = await cluster.resubmitted("r~1")
+        assert (prompt, submit.params.num_drawn) == ([1, 2, 7], 1)
+        cluster.emit(1, 8, finish=FinishReason.STOP, request="r~1")
+        assert [token.token_id async for event in events for token in event.tokens] == [8]
+        await submission.aclose()
+
+
+async def test_a_fenced_gateway_without_resumes_ends_its_streams_by_name(tmp_path):
+    async with scripted_cluster(tmp_path) as cluster:
+        cluster.backend.max_resumes = 0
+        submission = await cluster.submit()
+        cluster.fence()
+        with pytest.raises(RequestError, match="fenced: no heartbeat") as failed:
+            await tokens_of(submission)
+        assert failed.value.code is ErrorCode.NO_WORKER
+        await submission.aclose()
+
+
+async def test_what_an_earlier_controller_placed_outlives_a_fence(tmp_path):
+    async with scripted_cluster(tmp_path) as cluster:
+        submission = await cluster.submit()
+        cluster.begin_anew()
+        await cluster.settle()
+        cluster.fence()
+        await cluster.hears_hellos(3)
+        cluster.emit(0, 7, finish=FinishReason.STOP)
+        assert await tokens_of(submission) == [7]
+        await submission.aclose()
+        assert "r~1" not in cluster.submitted
+
+
+async def test_a_request_that_fails_once_its_answer_is_whole_leaves_nothing(tmp_path):
+    async with scripted_cluster(tmp_path) as cluster:
+        submission = await cluster.submit()
+        cluster.emit(0, 7, finish=FinishReason.STOP)
+        assert await tokens_of(submission) == [7]
+        cluster.say(died("r"))
+        await cluster.settle()
+        await submission.aclose()
+        await cluster.hears_streams(0)
+
+
+async def test_a_worker_whose_tokens_cannot_be_is_told_to_stop(tmp_path):
+    async with scripted_cluster(tmp_path) as cluster:
+        submission = await cluster.submit()
+        cluster.emit(0, 7, choice=5)
+        with pytest.raises(RequestError, match="choice 5 of 1"):
+            await tokens_of(submission)
+        await cluster.hears_cancel("r")
         await submission.aclose()
 
 
