@@ -15,6 +15,7 @@ from common.messages.fields import (
     EpochNumber,
     Fingerprint,
     Flag,
+    Incarnations,
     KVCounts,
     Mode,
     Name,
@@ -327,7 +328,10 @@ class ClusterState:
     """Controller → gateway: whether requests can be served now, and if not why.
 
     ``max_request_tokens`` is how many tokens prompt and output of one choice may have together,
-    for the largest pool of the workers that decode; 0 while there is none.
+    for the largest pool of the workers that decode; 0 while there is none. ``workers`` are those
+    that live, whatever their state. ``has_all_workers`` says that no other one lives: the
+    controller has been up for long enough that all have said hello. Then requests of an earlier
+    controller whose worker is not among them are lost.
     """
 
     is_ready: Flag
@@ -336,6 +340,8 @@ class ClusterState:
     num_decode: Count
     num_combined: Count
     max_request_tokens: Count
+    workers: Incarnations = ()
+    has_all_workers: Flag = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRUCT)

@@ -159,6 +159,18 @@ Pairs = Annotated[tuple[PairStatus, ...], Field(max_length=4096)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRUCT)
+class WorkerIncarnation:
+    """One life of a worker."""
+
+    worker_id: Annotated[WorkerId, Field(min_length=1, max_length=128)]
+    epoch: EpochNumber
+
+
+MAX_INCARNATIONS = 4096
+Incarnations = Annotated[tuple[WorkerIncarnation, ...], Field(max_length=MAX_INCARNATIONS)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRUCT)
 class PoolHandle:
     """How a peer on the same host maps a KV pool: an anonymous memory file of its owner.
 

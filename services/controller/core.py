@@ -28,7 +28,7 @@ from common.messages.control import (
     SubmitRequest,
     WorkerHello,
 )
-from common.messages.fields import Role
+from common.messages.fields import MAX_INCARNATIONS, Role
 from services.controller.adaptation import Adaptation
 from services.controller.admin_orders import AdminOrders
 from services.controller.decode_placer import DecodePlacer
@@ -319,7 +319,14 @@ class ControllerCore:
             num_decode=self.members.num_ready(Role.DECODE),
             num_combined=self.members.num_ready(Role.COMBINED),
             max_request_tokens=self.members.max_request_tokens(),
+            workers=self.members.incarnations(),
+            has_all_workers=self._has_all_workers(now),
         )
+
+    def _has_all_workers(self, now: float) -> bool:
+        """Whether every worker that lives has said hello, and all of them can be told of."""
+        is_settled = now - self.started_at > self._limits.settle_seconds
+        return is_settled and len(self.members.workers) <= MAX_INCARNATIONS
 
     def _order(
         self,

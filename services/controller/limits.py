@@ -35,6 +35,11 @@ class ControllerLimits:
     store_load: Literal["auto", "always"] = "auto"
     dualpath_preset: Literal["small", "medium", "large", "adaptive"] = "medium"
 
+    @property
+    def settle_seconds(self) -> float:
+        """How long after its start a controller expects workers that it has not heard from yet."""
+        return 2 * self.death_seconds
+
     @classmethod
     def of(cls, settings: Settings) -> "ControllerLimits":
         """Take them from the settings."""

@@ -3,14 +3,18 @@
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 
+from common.ids import WorkerId
 from common.messages.control import GatewayHello, WorkerHello
 from common.messages.fields import (
+    MAX_INCARNATIONS,
     KVCounts,
     Mode,
     PairStatus,
     PeerInfo,
     Role,
+    WorkerIncarnation,
     WorkerLoad,
     WorkerRates,
     WorkerState,
@@ -257,6 +261,7 @@ class Members:
     _dead: OrderedDict[PeerKey, str] = field(default_factory=OrderedDict)
     _changes: Changes = field(default_factory=Changes)
     _missing: tuple[int, str] = (-1, "")
+    _incarnations: tuple[WorkerIncarnation, ...] | None = None
 
     def __post_init__(self) -> None:
         self.cluster = ClusterView(objectives=self.objectives)
@@ -264,6 +269,7 @@ class Members:
     def add_worker(self, worker: WorkerRecord) -> None:
         """Take a worker in."""
         self.workers[worker.key] = worker
+        self._incarnations = None
         worker.changes = self._changes
         self._changes.stale[id(worker)] = worker
         self._changes.num_standing += 1
@@ -286,6 +292,7 @@ class Members:
     def remove_worker(self, key: PeerKey, reason: str) -> None:
         """Take a dead worker out and remember it."""
         worker = self.workers.pop(key)
+        self._incarnations = None
         self._changes.num_standing += 1
         self.cluster.remove(worker.key)
         self.bury(key, reason)
@@ -373,6 +380,15 @@ class Members:
                     return ""
                 told = told or f"{prefill.key[0]} cannot hand over to {decode.key[0]}: {trouble}"
         return told
+
+    def incarnations(self) -> tuple[WorkerIncarnation, ...]:
+        """Return the workers that live, as many as a message may hold."""
+        if self._incarnations is None:
+            keys = islice(self.workers, MAX_INCARNATIONS)
+            self._incarnations = tuple(
+                WorkerIncarnation(worker_id=WorkerId(name), epoch=epoch) for name, epoch in keys
+            )
+        return self._incarnations
 
     def bury(self, key: PeerKey, reason: str) -> None:
         """Remember a dead incarnation; it is fenced when it speaks again."""

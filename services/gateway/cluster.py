@@ -9,7 +9,7 @@ import numpy as np
 import structlog
 
 from common.errors import ErrorCode, RemoteProtocolError, RequestError
-from common.ids import Epoch, GatewayId, RequestId, new_epoch
+from common.ids import Epoch, GatewayId, RequestId, WorkerId, new_epoch
 from common.messages.codec import Codec, Envelope
 from common.messages.control import (
     CancelRequest,
@@ -38,7 +38,9 @@ from common.transport.hello import RefusedHello
 from common.transport.sockets import Context, DealerLink, Identity, RouterHub
 from services.gateway.attempts import Attempt, Attempts
 from services.gateway.backend import ServedModel
+from services.gateway.strays import Strays
 from services.gateway.submission import POLL_SECONDS, SILENCE_SECONDS, ClusterSubmission
+from services.gateway.whereabouts import Incarnation
 
 log = structlog.get_logger()
 
@@ -82,6 +84,8 @@ class ClusterBackend:
         self._submissions: dict[RequestId, ClusterSubmission] = {}
         self._state: ClusterState | None = None
         self._controller_epoch: Epoch | None = None
+        self._epochs: dict[str, Epoch] = {}
+        self._strays = Strays()
         self._heard_at = monotonic()
         self._heartbeat_seconds = HELLO_RETRY_SECONDS
         self._is_registered = False
@@ -174,8 +178,16 @@ class ClusterBackend:
             log.error("control_queue_full", request_id=request_id)
 
     def forget(self, request_id: RequestId) -> None:
-        """Drop a closed submission; what still comes for it is ignored."""
+        """Drop a request that has ended; what was under way for it is ignored."""
         self._submissions.pop(request_id, None)
+        self._strays.note(request_id, monotonic())
+
+    @property
+    def living_workers(self) -> frozenset[Incarnation] | None:
+        """The workers that live; None while the controller does not know them all."""
+        if self._state is None or not self._state.has_all_workers:
+            return None
+        return frozenset(self._epochs.items())
 
     # ---- channels --------------------------------------------------------------------------------
 
@@ -265,6 +277,7 @@ class ClusterBackend:
                     self._begin_anew(message.message)
             case ClusterState():
                 self._state = message
+                self._epochs = {one.worker_id: Epoch(one.epoch) for one in message.workers}
             case (
                 RequestQueued()
                 | RequestPlaced()
@@ -284,8 +297,9 @@ class ClusterBackend:
         match message:
             case RequestQueued():
                 submission.queued(message.request_id)
-            case RequestPlaced():
-                submission.placed(message.request_id)
+            case RequestPlaced(prefill_worker=prefill, decode_worker=decode):
+                workers = self._incarnation(prefill), self._incarnation(decode)
+                submission.placed(message.request_id, *workers)
             case RequestRefused(code=code, message=told, retry_after_seconds=seconds):
                 error = RequestError(code, told, retry_after_seconds=seconds)
                 submission.refused(message.request_id, error)
@@ -293,6 +307,10 @@ class ClusterBackend:
                 submission.ended(message.request_id)
             case RequestFailed():
                 self._failed(message.request_id, message.code, message.message)
+
+    def _incarnation(self, worker_id: WorkerId) -> Incarnation | None:
+        epoch = self._epochs.get(worker_id)
+        return None if epoch is None else (worker_id, epoch)
 
     def _failed(self, request_id: RequestId, code: ErrorCode, message: str) -> None:
         submission = self._submissions.get(request_id)
@@ -327,21 +345,30 @@ class ClusterBackend:
         async for received in self._tokens.received():
             match received.message:
                 case TokensGenerated():
-                    await self._take_all(received.message.deltas)
+                    sender = received.envelope.sender, received.envelope.epoch
+                    await self._take_all(received.message.deltas, sender)
                 case StreamFailed():
                     failed = received.message
                     self._failed(failed.request_id, failed.code, failed.message)
 
-    async def _take_all(self, deltas: Sequence[WireDelta]) -> None:
+    async def _take_all(self, deltas: Sequence[WireDelta], sender: Incarnation) -> None:
         """Give each stream its tokens; a burst in turns, so that the first ones leave early."""
         for number, delta in enumerate(deltas, start=1):
             submission = self._submissions.get(delta.request_id)
             if submission is None:
+                self._end_stray(delta.request_id)
                 continue
             try:
-                submission.take(delta)
+                submission.take(delta, sender)
             except RemoteProtocolError as error:
                 log.warning("tokens_refused", request_id=delta.request_id, reason=str(error))
                 submission.give_up(delta.request_id, RequestError(ErrorCode.INTERNAL, str(error)))
             if number % DELTAS_PER_TURN == 0:
                 await asyncio.sleep(0)
+
+    def _end_stray(self, request_id: RequestId) -> None:
+        """Have a decode ended that nobody listens to, once the controller would pass that on."""
+        now = monotonic()
+        if self._is_registered and self._strays.is_due(request_id, now):
+            self._strays.note(request_id, now)
+            self.cancel(request_id, None, "the gateway does not know the request")

@@ -16,6 +16,7 @@ from services.gateway.backend import PromptDone, TokenDelta
 from services.gateway.ledger import PhaseLedger
 from services.gateway.ordering import StreamOrder
 from services.gateway.pending import PendingEvents
+from services.gateway.whereabouts import Incarnation, Whereabouts
 
 ANSWER_SECONDS = 10.0
 """How long the controller may take to queue, place or refuse."""
@@ -56,6 +57,11 @@ class ClusterLink(Protocol):
         """Whether requests can be served now, and the reason when they cannot."""
         ...
 
+    @property
+    def living_workers(self) -> frozenset[Incarnation] | None:
+        """The workers that live; None while that is not known."""
+        ...
+
     def adopt(self, owner: "ClusterSubmission", attempt: Attempt, error: RequestError) -> None:
         """Give what comes for an attempt, which goes on after an error, to its owner."""
         ...
@@ -69,7 +75,7 @@ class ClusterLink(Protocol):
         ...
 
     def forget(self, request_id: RequestId) -> None:
-        """Drop a closed submission; what still comes for it is ignored."""
+        """Drop a request that has ended; what was under way for it is ignored."""
         ...
 
 
@@ -104,6 +110,7 @@ class ClusterSubmission:
         self._heard_at = monotonic()
         self._gap_since: float | None = None
         self._ended_at: float | None = None
+        self._whereabouts = Whereabouts()
         self._orphans: set[RequestId] = set()
         self._losses: dict[RequestId, _Loss] = {}
         self._placed: set[RequestId] = set()
@@ -145,21 +152,26 @@ class ClusterSubmission:
         if not self._taken_in.done():
             self._taken_in.set_result(None)
 
-    def placed(self, request_id: RequestId) -> None:
-        """The controller chose workers for one of its requests."""
+    def placed(
+        self, request_id: RequestId, prefill: Incarnation | None, decode: Incarnation | None
+    ) -> None:
+        """The controller chose workers for one of its requests; None for one not known."""
         self.queued(request_id)
         self._placed.add(request_id)
+        self._whereabouts.placed(request_id, prefill, decode, monotonic())
 
     def refuse(self, error: RequestError) -> None:
         """Nobody has taken the request in."""
         if not self._taken_in.done():
             self._taken_in.set_exception(error)
 
-    def take(self, delta: WireDelta) -> None:
+    def take(self, delta: WireDelta, sender: Incarnation) -> None:
         """Put a delta in order. Raises RemoteProtocolError when it cannot belong here."""
         self._heard_at = monotonic()
         if delta.request_id not in self._placed:
-            self.placed(delta.request_id)  # the word of it was lost with its controller
+            self.queued(delta.request_id)  # the word of it may be lost with its controller
+            self._placed.add(delta.request_id)
+        self._whereabouts.heard(delta.request_id, sender, self._heard_at)
         self._pending.add(self._order.add(delta))
         if delta.request_id in self._successors:
             self._successors.clear()
@@ -235,6 +247,7 @@ class ClusterSubmission:
                 continue
             if request_id in self._placed:
                 self._orphans.add(request_id)
+                self._whereabouts.orphaned(request_id, monotonic())
             else:
                 self.give_up(request_id, error)
 
@@ -271,6 +284,7 @@ class ClusterSubmission:
         if attempt is not None:
             self._link.forget(request_id)
             self._losses.pop(request_id, None)
+            self._whereabouts.forget(request_id)
             for ids in (self._orphans, self._placed, self._successors, self._finished):
                 ids.discard(request_id)
         return attempt
@@ -354,15 +368,26 @@ class ClusterSubmission:
         if self._is_late(now):
             message = "tokens were lost on their way to the gateway"
             return RequestError(ErrorCode.TRANSFER_FAILED, message)
-        is_orphan = attempt.request_id in self._orphans
-        if is_orphan and now - self._heard_at > ORPHAN_SILENCE_SECONDS:
-            message = "nothing was heard of the request since the controller was started anew"
-            return RequestError(ErrorCode.WORKER_DIED, message)
+        if attempt.request_id in self._orphans:
+            told = self._trouble_of_orphan(attempt.request_id, now)
+            if told is not None:
+                return RequestError(ErrorCode.WORKER_DIED, told)
         silent = self._link.controller_silence_seconds
         if silent > SILENCE_SECONDS and now - self._heard_at > SILENCE_SECONDS:
             message = "neither the controller nor the request's worker has been heard from"
             return RequestError(ErrorCode.WORKER_DIED, message)
         return None
+
+    def _trouble_of_orphan(self, request_id: RequestId, now: float) -> str | None:
+        """Return what tells, without its controller, that a request will not go on."""
+        quiet_seconds = self._whereabouts.quiet_seconds(request_id, now)
+        if quiet_seconds > ORPHAN_SILENCE_SECONDS:
+            return "nothing was heard of the request since the controller was started anew"
+        living = self._link.living_workers
+        if living is None or quiet_seconds < POLL_SECONDS:
+            return None
+        gone = self._whereabouts.gone(request_id, living)
+        return None if gone is None else f"worker {gone} died while there was no controller"
 
     def _is_late(self, now: float) -> bool:
         """Whether tokens are missing that must have been sent long ago."""

@@ -18,13 +18,14 @@ from common.messages.control import (
     GatewayHeartbeat,
     GatewayHello,
     GatewayToController,
+    Goodbye,
     HelloRequested,
     RequestPlaced,
     RequestQueued,
     RequestRefused,
     SubmitRequest,
 )
-from common.messages.fields import PhaseRecord
+from common.messages.fields import PhaseRecord, WorkerIncarnation
 from common.messages.tokens import TokenDelta, TokensGenerated, WorkerToGateway
 from common.sampling import FinishReason, SampledToken, SamplingParams
 from common.transport.channels import CONTROL, TOKENS
@@ -61,6 +62,8 @@ class ScriptedCluster:
         """Whether requests are queued instead of being placed."""
         self.ignoring = 0
         """So many requests are not answered at all."""
+        self.state = READY
+        """What is said of the cluster."""
         self.deaf = False
         """Whether hellos are not answered."""
         control, tokens = f"ipc://{folder}/control", f"ipc://{folder}/tokens"
@@ -98,6 +101,7 @@ class ScriptedCluster:
         self.backend.max_resumes = MAX_RESUMES
         codec: Codec[WorkerToGateway] = Codec(WorkerToGateway)
         identity = Identity("d0", new_epoch())
+        self.worker = WorkerIncarnation(worker_id=WorkerId("d0"), epoch=identity.epoch)
         self._worker = DealerLink(self.context, TOKENS, tokens, identity, codec, codec)
 
     async def play(self) -> None:
@@ -108,13 +112,17 @@ class ScriptedCluster:
                     self._gateway = (GATEWAY, Epoch(epoch))
                     if not self.deaf:
                         self.say(GatewayAccepted(heartbeat_seconds=0.05))
-                        self.say(READY)
+                        self.say(self.state)
                 case GatewayHeartbeat():
-                    self.say(READY)
+                    self.say(self.state)
                 case SubmitRequest(request_id=request_id) as submit:
                     prompt = unpack_ids(received.payload, submit.num_prompt_tokens, 2**31 - 1)
                     self.submitted[request_id] = submit, prompt
                     self._answer(request_id)
+                case CancelRequest(request_id=request_id):
+                    self._placed.discard(request_id)
+                case Goodbye():
+                    pass
             self.got.append(received.message)
             self._board.post()
 
@@ -213,6 +221,13 @@ class ScriptedCluster:
             return sum(isinstance(message, GatewayHello) for message in self.got) >= count
 
         await self._board.wait_for(f"{count} hellos", is_told)
+
+    async def tell(self, state: ClusterState) -> None:
+        """Say from now on that the cluster is like this; the gateway has taken it."""
+        await self.settle()  # it is known now
+        self.state = state
+        self.say(state)
+        await self.settle()
 
     async def hears_streams(self, count: int) -> None:
         """Wait until the gateway's last heartbeat tells of so many requests."""

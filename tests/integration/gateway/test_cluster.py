@@ -21,11 +21,12 @@ from services.gateway import submission as submission_module
 from services.gateway.backend import TokenDelta
 from services.gateway.submission import (
     ANSWER_SECONDS,
+    POLL_SECONDS,
     RESUME_RETRY_SECONDS,
     SILENCE_SECONDS,
     ClusterSubmission,
 )
-from tests.support.scripted_cluster import MAX_RESUMES, PARAMS, scripted_cluster
+from tests.support.scripted_cluster import MAX_RESUMES, PARAMS, READY, scripted_cluster
 
 FINISHED = RequestFinished(request_id=RequestId("r"), was_cancelled=False)
 PREFILL = PhaseRecord(name=PhaseName.PREFILL, worker="p0", seconds=0.25, num_tokens=2)
@@ -259,6 +260,71 @@ async def test_what_an_earlier_controller_placed_outlives_a_fence(tmp_path):
         assert await tokens_of(submission) == [7]
         await submission.aclose()
         assert "r~1" not in cluster.submitted
+
+
+@pytest.mark.parametrize("has_tokens", [False, True])
+async def test_a_stream_whose_worker_died_while_there_was_no_controller_goes_on_at_once(
+    tmp_path, has_tokens
+):
+    async with scripted_cluster(tmp_path) as cluster:
+        await cluster.tell(replace(READY, workers=(cluster.worker,), has_all_workers=True))
+        submission = await cluster.submit()
+        if has_tokens:
+            cluster.emit(0, 7)
+            await anext(submission.events())
+        cluster.state = replace(READY, workers=(cluster.worker,))
+        cluster.begin_anew()
+        await cluster.hears_hellos(2)
+        await cluster.settle()
+        submission.check_deadlines(monotonic() + 20.0)
+        assert "r~1" not in cluster.submitted, "the worker may not have said hello yet"
+        anew = replace(cluster.worker, epoch=cluster.worker.epoch ^ 1)
+        await cluster.tell(replace(READY, workers=(anew,), has_all_workers=True))
+        submission.check_deadlines(monotonic() + 2 * POLL_SECONDS)
+        await cluster.hears_cancel("r")
+        _, prompt = await cluster.resubmitted("r~1")
+        assert prompt == ([1, 2, 7] if has_tokens else [1, 2])
+        await submission.aclose()
+
+
+async def test_a_stream_whose_worker_lives_or_is_heard_outlives_its_controller(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(submission_module, "POLL_SECONDS", 15.0)
+    async with scripted_cluster(tmp_path) as cluster:
+        await cluster.tell(replace(READY, workers=(cluster.worker,), has_all_workers=True))
+        submission = await cluster.submit()
+        cluster.begin_anew()
+        await cluster.hears_hellos(2)
+        await cluster.settle()
+        submission.check_deadlines(monotonic() + 20.0)
+        await cluster.tell(replace(READY, has_all_workers=True))
+        cluster.emit(0, 7)
+        events = submission.events()
+        await anext(events)
+        submission.check_deadlines(monotonic() + 5.0)
+        cluster.emit(1, 8, finish=FinishReason.STOP)
+        assert [token.token_id async for event in events for token in event.tokens] == [8]
+        await submission.aclose()
+        assert "r~1" not in cluster.submitted
+
+
+async def test_tokens_of_a_request_that_nobody_asked_for_end_it_once(tmp_path):
+    async with scripted_cluster(tmp_path) as cluster:
+        submission = await cluster.submit()
+        cluster.emit(0, 7, request="stray")
+        cluster.emit(1, 8, request="stray")
+        cluster.emit(0, 7, finish=FinishReason.STOP)
+        assert await tokens_of(submission) == [7]
+        await submission.aclose()
+        await cluster.hears_cancel("stray")
+        other = await cluster.submit(name="other")
+        cluster.emit(1, 8)  # late
+        cluster.emit(0, 9, finish=FinishReason.STOP, request="other")
+        assert await tokens_of(other) == [9]
+        await other.aclose()
+        await cluster.hears_streams(0)
+        assert (cluster.num_cancels("stray"), cluster.num_cancels("r")) == (1, 0)
 
 
 async def test_a_request_that_fails_once_its_answer_is_whole_leaves_nothing(tmp_path):

@@ -325,6 +325,36 @@ def test_gateways_learn_which_role_is_missing() -> None:
     assert (state.is_ready, state.num_combined) == (True, 1)
 
 
+def test_gateways_learn_which_workers_live_and_when_no_other_one_can() -> None:
+    cluster = Cluster()
+    cluster.join_gateway()
+    cluster.join("d0", Role.DECODE)
+    cluster.join("p0", Role.PREFILL)
+    first = living(cluster)
+    assert [name for name, _ in first] == ["d0", "p0"]
+    assert not told_state(cluster).has_all_workers
+    for _ in range(90):
+        cluster.tick(after=0.1)
+        cluster.beat("d0")
+        cluster.gateway_beat()
+    assert told_state(cluster).has_all_workers
+    assert living(cluster) == first[:1], "the silent one is dead"
+    cluster.join("d0", Role.DECODE, epoch=2)
+    again = living(cluster)
+    assert [name for name, _ in again] == ["d0"]
+    assert again != first[:1]
+
+
+def told_state(cluster: Cluster) -> ClusterState:
+    state = only(cluster.gateway_beat(), ClusterState)[0][1]
+    assert isinstance(state, ClusterState)
+    return state
+
+
+def living(cluster: Cluster) -> list[tuple[str, int]]:
+    return [(worker.worker_id, worker.epoch) for worker in told_state(cluster).workers]
+
+
 def test_gateways_learn_what_the_largest_pool_that_decodes_holds() -> None:
     cluster = Cluster()
     cluster.join_gateway()
