@@ -37,6 +37,7 @@ from services.controller.effects import (
     CoreEvent,
     Effect,
     FromPeer,
+    KeepOrders,
     MessageReceived,
     Note,
     OrderReceived,
@@ -60,6 +61,7 @@ from services.controller.prefixes import Prefixes
 from services.controller.registry import Registry
 from services.controller.request_book import RequestBook
 from services.controller.roles import Roles
+from services.controller.standing_orders import NO_ORDERS, KeptOrders, StandingOrders
 
 RequestReport = (
     PrefillRefused
@@ -79,14 +81,18 @@ class ControllerCore:
     Everything behind ``handle`` has the controller's own time, in which its pauses do not count.
     """
 
-    def __init__(self, limits: ControllerLimits, host: str, now: float) -> None:
+    def __init__(
+        self, limits: ControllerLimits, host: str, now: float, kept: KeptOrders = NO_ORDERS
+    ) -> None:
+        """``kept`` are the orders that an earlier controller had to keep."""
         policy = make_policy(limits.policy, preset=limits.dualpath_preset)
         self.policy = policy.name
         self.started_at = now
         self.own_time = OwnTime(limits, now)
         self.members = Members(host, Objectives(limits.ttft_seconds, limits.tpot_seconds))
         self.book = RequestBook(self.members)
-        self.roles = Roles(self.members, limits.role_control)
+        self._orders = StandingOrders(limits.role_control, kept)
+        self.roles = Roles(self.members, self._orders)
         self.prefixes = Prefixes(self.members, is_used=policy.uses_prefixes)
         self.elasticity = Elasticity(self.members, self.book, self.roles, limits)
         self._limits = limits
@@ -99,7 +105,7 @@ class ControllerCore:
         self._migrations = Migrations(self.members, self.book)
         self._registry = Registry(self.members, self._lifecycle, self.roles, self.prefixes, limits)
         self._heartbeats = Heartbeats(self.members, self.roles, self.prefixes, now)
-        self._admin_orders = AdminOrders(self.members, self.roles, self.elasticity)
+        self._admin_orders = AdminOrders(self.members, self.roles, self.elasticity, self._orders)
         self._adaptation: Adaptation | None = None
         if isinstance(policy, DualPath) and policy.is_adaptive:
             self._adaptation = Adaptation(self.members, policy, now)
@@ -109,6 +115,8 @@ class ControllerCore:
         """Take one event and return what to do, in order."""
         stood = self.own_time.take(now)
         effects = self._handle(event, self.own_time.at(now))
+        if (kept := self._orders.take_news()) is not None:
+            effects = [KeepOrders(kept), *effects]  # before an answer says that it is done
         if stood < self.own_time.max_step_seconds:
             return effects
         facts = (("seconds", round(stood, 3)), ("reason", "the controller did not run"))
@@ -206,6 +214,7 @@ class ControllerCore:
                 told = f"worker {key[0]} left: {reason}"
                 code = ErrorCode.SHUTTING_DOWN
                 effects = self._registry.lose_worker(worker, code, told, cause, now)
+                effects += self.roles.end_orders(worker.peer.worker_id, "it left", cause)
                 return [*effects, *self._place_waiting(cause, now)]
             case (
                 WorkerHello()

@@ -18,6 +18,7 @@ from common.messages.control import (
     GatewayToController,
     WorkerToController,
 )
+from services.controller.standing_orders import KeptOrders
 
 PeerKey = tuple[str, Epoch]
 """One incarnation of a worker or gateway: its id and epoch."""
@@ -86,5 +87,12 @@ class Note:
     level: Literal["debug", "info", "warning", "error"] = "info"
 
 
+@dataclass(frozen=True, slots=True)
+class KeepOrders:
+    """Effect: let these orders, and no others, outlive the controller."""
+
+    orders: KeptOrders
+
+
 CoreEvent = MessageReceived | OrderReceived | SendFailed | Tick
-Effect = Send | Answer | Note
+Effect = Send | Answer | Note | KeepOrders

@@ -206,6 +206,7 @@ class Elasticity:
                 ("reason", reason),
             )
             return [
+                *self._roles.end_orders(name, "it is a new worker", cause),
                 Note("worker_asked_for", cause, facts=facts),
                 Answer(key, StartWorker(worker_id=name, role=role), cause),
             ]

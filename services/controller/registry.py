@@ -63,6 +63,7 @@ class Registry:
             told = f"worker {key[0]} was started anew"
             effects += self.lose_worker(known, ErrorCode.WORKER_DIED, told, cause, now)
         worker = self._members.workers.get(key)
+        is_new = worker is None
         if worker is None:
             # After a restart of ours the worker keeps the generation that it has.
             worker = WorkerRecord.of(hello, max(1, envelope.role_generation), now)
@@ -86,7 +87,8 @@ class Registry:
             heartbeat_seconds=self._limits.heartbeat_seconds,
             peers=tuple(w.peer for other, w in self._members.workers.items() if other != key),
         )
-        return [*effects, Send(key, accepted, cause)]
+        effects.append(Send(key, accepted, cause))
+        return [*effects, *(self._roles.resume_orders(worker, cause, now) if is_new else ())]
 
     def lose_worker(
         self, worker: WorkerRecord, code: ErrorCode, reason: str, cause: str, now: float

@@ -2,16 +2,19 @@
 
 A worker can do everything, so an order counts from the moment it is given: work of the new role is
 placed at once, and the worker's ``RoleSwitched`` only confirms it. Every order raises the worker's
-role generation; what a worker says of an older one is stale and changes nothing.
+role generation; what a worker says of an older one is stale and changes nothing. What the operator
+orders stands for whoever comes under the worker's name (``standing_orders``).
 """
 
 from dataclasses import replace
 
+from common.ids import WorkerId
 from common.messages.admin import RoleControl
 from common.messages.control import PeerJoined, RoleSwitched, SetDraining, SwitchRole
 from common.messages.fields import Role, WorkerState
 from services.controller.effects import Effect, Fact, Note, Send
 from services.controller.members import Members, WorkerRecord
+from services.controller.standing_orders import StandingOrders
 
 TELL_AGAIN_SECONDS = 1.0
 """An order that a worker's heartbeats do not show after so long is sent again."""
@@ -19,18 +22,26 @@ OTHER = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}
 
 
 class Roles:
-    """Gives the workers in ``members`` their roles, and takes them out of work."""
+    """Gives the workers in ``members`` their roles, and takes them out of work.
 
-    def __init__(self, members: Members, control: RoleControl) -> None:
+    What the operator orders goes to ``orders`` too.
+    """
+
+    def __init__(self, members: Members, orders: StandingOrders) -> None:
         self._members = members
+        self._orders = orders
         self._seen: set[Role] = set()
         self._stood: tuple[RoleControl, int] | None = None
-        self.control = control
-        self.set_control(control)
+        self.set_control(orders.control)
+
+    @property
+    def control(self) -> RoleControl:
+        """Who gives the roles."""
+        return self._orders.control
 
     def set_control(self, control: RoleControl) -> None:
         """Let load give the roles, or the operator alone."""
-        self.control = control
+        self._orders.set_control(control)
         self._members.cluster.has_fixed_roles = control is RoleControl.MANUAL
         if control is RoleControl.MANUAL:
             for worker in self._members.workers.values():
@@ -41,13 +52,64 @@ class Roles:
         """Whether a role would be left without a ready worker, were this one not there."""
         if worker.state is not WorkerState.READY:
             return False
-        others = [w for w in self._members.ready_workers() if w is not worker]
-        return not any(w.role in (worker.role, Role.COMBINED) for w in others)
+        others = {w.role for w in self._members.ready_workers() if w is not worker}
+        needed = set(OTHER) if worker.role is Role.COMBINED else {worker.role}
+        return Role.COMBINED not in others and not needed <= others
 
     def order(
         self, worker: WorkerRecord, role: Role, reason: str, cause: str, now: float
     ) -> list[Effect]:
-        """Give a worker the other role, from now on, and tell all workers."""
+        """Give a worker the other role, as load asks, from now on, and tell all workers."""
+        self._orders.set_role(worker.peer.worker_id, None)
+        return self._give(worker, role, reason, cause, now)
+
+    def order_by_operator(
+        self, worker: WorkerRecord, role: Role, cause: str, now: float
+    ) -> list[Effect]:
+        """Give a worker a role that whoever has its name is to have; nothing where it has it."""
+        self._orders.set_role(worker.peer.worker_id, role)
+        if worker.role is role:
+            return []
+        return self._give(worker, role, "ordered by the operator", cause, now)
+
+    def drain_by_operator(
+        self, worker: WorkerRecord, cause: str, now: float, *, on: bool
+    ) -> list[Effect]:
+        """Let whoever has a worker's name take no new work, or take it again."""
+        self._orders.set_drained(worker.peer.worker_id, on=on)
+        if worker.is_drain_ordered if on else not (worker.is_drain_ordered or worker.is_draining):
+            return []
+        return self.set_draining(worker, cause, now, on=on)
+
+    def resume_orders(self, worker: WorkerRecord, cause: str, now: float) -> list[Effect]:
+        """Tell a worker that has just joined what stands for its name."""
+        name = worker.peer.worker_id
+        role = self._orders.role_of(name)
+        is_drained = self._orders.is_drained(name)
+        if role is worker.role or worker.role is Role.COMBINED:
+            role = None
+        effects: list[Effect] = []
+        if role is not None:
+            effects += self._give(worker, role, "the operator's order stands", cause, now)
+        if is_drained:
+            facts = (("worker", name), ("reason", "the operator's order stands"))
+            effects.append(Note("drain_stands", cause, facts=facts, level="warning"))
+            effects += self.set_draining(worker, cause, now, on=True)
+        return effects
+
+    def end_orders(self, worker: WorkerId, reason: str, cause: str) -> list[Effect]:
+        """Let whoever comes under this name next begin as its settings say."""
+        role, is_drained = self._orders.role_of(worker), self._orders.is_drained(worker)
+        if role is None and not is_drained:
+            return []
+        self._orders.set_role(worker, None)
+        self._orders.set_drained(worker, on=False)
+        facts = (("worker", worker), ("role", role), ("drained", is_drained), ("reason", reason))
+        return [Note("orders_ended", cause, facts=facts)]
+
+    def _give(
+        self, worker: WorkerRecord, role: Role, reason: str, cause: str, now: float
+    ) -> list[Effect]:
         before = worker.role
         worker.peer = replace(worker.peer, role=role)
         worker.role_generation += 1

@@ -37,6 +37,7 @@ from services.controller.effects import (
     Answer,
     CoreEvent,
     FromPeer,
+    KeepOrders,
     MessageReceived,
     Note,
     OrderReceived,
@@ -46,7 +47,9 @@ from services.controller.effects import (
     ToPeer,
 )
 from services.controller.limits import ControllerLimits
+from services.controller.orders_file import OrdersFile
 from services.controller.snapshot import Snapshots
+from services.controller.standing_orders import NO_ORDERS
 from services.controller.status import status_report
 
 TICK_SECONDS = 0.1
@@ -61,7 +64,9 @@ class ControllerServer:
     """
 
     def __init__(self, settings: Settings, host: str) -> None:
-        self.core = ControllerCore(ControllerLimits.of(settings), host, time.monotonic())
+        self._orders_file = OrdersFile(settings.run_dir)
+        kept = self._orders_file.read()
+        self.core = ControllerCore(ControllerLimits.of(settings), host, time.monotonic(), kept)
         self.metrics = ControllerMetrics()
         self._snapshots = Snapshots(self.metrics)
         self._metrics_port = settings.metrics_port("controller")
@@ -110,6 +115,8 @@ class ControllerServer:
             tasks.create_task(self._tick())
             await self._stopped.wait()
             self._close()
+            if not self.core.members.workers:  # the cluster has ended, and its orders with it
+                self._orders_file.write(NO_ORDERS)
 
     def _close(self) -> None:
         self._control.close()
@@ -171,6 +178,8 @@ class ControllerServer:
                         self._count_note(effect)
                     case Answer():
                         self._tell(effect)
+                    case KeepOrders(orders):
+                        self._orders_file.write(orders)
                     case Send(peer, message, cause, payload):
                         self._count(message)
                         if not self._control.try_send(peer, message, cause, payload):

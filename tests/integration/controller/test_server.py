@@ -32,6 +32,7 @@ from common.messages.control import (
     GatewayAccepted,
     GatewayHeartbeat,
     GatewayToController,
+    Goodbye,
     HeartbeatAnswered,
     HelloRefused,
     HelloRequested,
@@ -44,6 +45,7 @@ from common.messages.control import (
     RequestFinished,
     RequestPlaced,
     RoleSwitched,
+    SetDraining,
     SwitchRole,
     WorkerAccepted,
     WorkerToController,
@@ -329,6 +331,33 @@ async def test_the_operator_s_orders_reach_the_workers_over_the_admin_channel(
             await give_order(settings, OrderDrain(worker_id=WorkerId("d7"), is_draining=True))
         await give_order(settings, OrderRoles(control=RoleControl.AUTO))
         assert server.core.roles.control is RoleControl.AUTO
+
+
+async def test_orders_outlive_the_controller_and_end_with_the_cluster(settings: Settings) -> None:
+    settings = settings.model_copy(update={"roles": "auto"})
+    async with as_worker(settings, "d0") as first, as_worker(settings, "d1") as second:
+
+        async def join() -> None:
+            for peer, name in ((first, "d0"), (second, "d1")):
+                peer.say(worker_hello(name, Role.DECODE, host="there"))
+                await peer.hear(WorkerAccepted)
+
+        async with controller(settings):
+            await join()
+            await give_order(settings, OrderRoles(control=RoleControl.MANUAL))
+            await give_order(settings, OrderDrain(worker_id=WorkerId("d0"), is_draining=True))
+            await first.hear(SetDraining)
+        async with controller(settings) as restarted:
+            assert restarted.core.roles.control is RoleControl.MANUAL
+            first.say(heartbeat())
+            await first.hear(HelloRequested)
+            await join()
+            assert await first.hear(SetDraining) == (SetDraining(is_draining=True), ())
+            for peer in (first, second):
+                peer.say(Goodbye(reason="shut down"))
+            await until(lambda: ask_roles(settings), {})
+        async with controller(settings) as anew:
+            assert anew.core.roles.control is RoleControl.AUTO
 
 
 async def ask_roles(settings: Settings) -> dict[str, str]:

@@ -58,6 +58,7 @@ from services.controller.effects import (
     ToPeer,
 )
 from services.controller.limits import ControllerLimits
+from services.controller.standing_orders import NO_ORDERS, KeptOrders
 
 HOST = "here"
 MODEL = "0123456789abcdef"
@@ -210,9 +211,11 @@ class Cluster:
     ``unreachable`` peers cannot be sent to, as in the shell.
     """
 
-    def __init__(self, limits: ControllerLimits | None = None) -> None:
+    def __init__(
+        self, limits: ControllerLimits | None = None, kept: KeptOrders = NO_ORDERS
+    ) -> None:
         self.now = 1000.0
-        self.core = ControllerCore(limits or ControllerLimits(), HOST, self.now)
+        self.core = ControllerCore(limits or ControllerLimits(), HOST, self.now, kept)
         self._is_awake = True
         self._ran_until = self.now
         self.unreachable: set[str] = set()

@@ -179,6 +179,7 @@ def test_a_refused_decode_goes_to_a_worker_that_became_a_decode_worker() -> None
     [
         (role("x", Role.PREFILL), "there is no worker x; the workers are d0, p0"),
         (drain("x"), "there is no worker x; the workers are d0, p0"),
+        (drain(""), "no worker is named; the workers are d0, p0"),
         (role("d0", Role.COMBINED), "combined is chosen at its start"),
         (role("d0", Role.PREFILL), "d0 is the last ready decode worker: start another one"),
         (drain("p0"), "p0 is the last ready prefill worker: start another one"),
@@ -207,6 +208,24 @@ def test_the_last_of_its_role_may_go_where_a_combined_worker_stays() -> None:
     assert done(cluster.order(drain("p0"))) == "p0 takes no new work"
     assert done(cluster.order(drain("d0"))) == "d0 takes no new work"
     assert "c0 is the last ready combined worker" in refusal(cluster.order(drain("c0")))
+
+
+def test_a_combined_worker_may_go_where_workers_of_both_roles_stay() -> None:
+    cluster = pair_cluster()
+    cluster.join("c0", Role.COMBINED)
+    assert done(cluster.order(drain("c0"))) == "c0 takes no new work"
+
+
+def test_only_what_can_be_done_is_advised_against_draining_the_last_of_a_role() -> None:
+    cluster = pair_cluster()
+    assert refusal(cluster.order(drain("p0"))).endswith(": start another one")
+    cluster.join("d1", Role.DECODE)
+    advice = ": start another one, or give its role to another one first"
+    assert refusal(cluster.order(drain("p0"))).endswith(advice)
+    alone = Cluster()
+    alone.join("combined-0", Role.COMBINED)
+    told = "combined-0 is the last ready combined worker: start another one"
+    assert refusal(alone.order(drain("combined-0"))) == told
 
 
 def test_orders_that_hold_already_are_done_and_send_nothing() -> None:
