@@ -66,6 +66,9 @@ class FreeList:
                 self.take(to_blocks(op.runs))
             case AllocOpKind.RELEASE | AllocOpKind.EVICT:
                 self.give_back(to_blocks(op.runs))
+            case AllocOpKind.RELOCATE:  # a free list moves nothing: the blocks get other names
+                for old, new in zip(to_blocks(op.runs), to_blocks(op.shared), strict=True):
+                    self._place[new] = self._place.pop(old)
             case AllocOpKind.OPEN | AllocOpKind.TRUNCATED:
                 pass
 
