@@ -351,15 +351,15 @@ class ClusterSubmission:
             message = f"not finished within {self._link.request_timeout_seconds:g} s"
             self.fail(RequestError(ErrorCode.DEADLINE_EXCEEDED, message))
             return
-        if self._losses:
-            over = [loss.error for loss in self._losses.values() if now > loss.deadline]
-            if over:
-                self.fail(over[0])
+        over = [loss.error for loss in self._losses.values() if now > loss.deadline]
+        if over:
+            self.fail(over[0])
             return
         if self._order.is_finished:
             return
         for attempt in self._attempts.live:
-            error = self._trouble(attempt, now)
+            is_placed = attempt.request_id not in self._losses
+            error = self._trouble(attempt, now) if is_placed else None
             if error is not None:
                 self.give_up(attempt.request_id, error)
 

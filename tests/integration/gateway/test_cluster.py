@@ -309,6 +309,26 @@ async def test_a_stream_whose_worker_lives_or_is_heard_outlives_its_controller(
         assert "r~1" not in cluster.submitted
 
 
+async def test_a_choice_whose_worker_died_goes_on_while_another_one_still_looks_for_a_worker(
+    tmp_path,
+):
+    async with scripted_cluster(tmp_path) as cluster:
+        await cluster.tell(replace(READY, workers=(cluster.worker,), has_all_workers=True))
+        submission = await cluster.submit(2)
+        cluster.emit(0, 7)
+        cluster.emit(0, 20, choice=1)
+        await anext(submission.events())
+        cluster.refusing = ["r~2"]
+        cluster.say(died("r"))
+        await cluster.hears_submits("r~2", 2)
+        cluster.begin_anew()
+        await cluster.hears_hellos(2)
+        await cluster.tell(replace(READY, has_all_workers=True))
+        submission.check_deadlines(monotonic() + 2 * POLL_SECONDS)
+        await cluster.hears_cancel("r~1")
+        await submission.aclose()
+
+
 async def test_tokens_of_a_request_that_nobody_asked_for_end_it_once(tmp_path):
     async with scripted_cluster(tmp_path) as cluster:
         submission = await cluster.submit()
