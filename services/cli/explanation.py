@@ -25,6 +25,8 @@ DECISIONS = {
 SITUATION = ("scenario_changed", "role_switched", "help_granted", "help_ended")
 """Decisions about the cluster; what was so when a request was placed is told with it."""
 _ENDS = ("request_finished", "request_failed", "request_cancelled", "request_refused")
+_BEGINS = ("request_queued", "request_placed", "request_resumed", "prefill_started")
+_FAILS = ("request_failed", "stream_failed")
 _HEAD = ("request_id", "transfer_id", "cause")
 
 
@@ -87,10 +89,14 @@ def explain_request(story: Sequence[LogEntry], log: Iterable[LogEntry]) -> Expla
     end = next((e for e in reversed(story) if e.event in _ENDS and _is_gateway(e)), None)
     measured = tuple(_ledger(end)) if end is not None else ()
     spans = tuple(_with_decodes(_Spans(clock).of(story), measured))
+    if end is not None:
+        outcome = _told_outcome(end)
+    else:
+        outcome, end = _seen_outcome(story)
     return Explanation(
         request_id=str(first.fact("request_id")),
         began=first.ts,
-        outcome=_outcome(story, end),
+        outcome=outcome,
         seconds=None if end is None else clock.at(end),
         phases=measured or tuple(_row(span) for span in spans if span.end is not None),
         spans=spans,
@@ -112,10 +118,41 @@ def _is_gateway(entry: LogEntry) -> bool:
     return "gateway" in entry.process or entry.fact("finish_reasons") is not None
 
 
-def _outcome(story: Sequence[LogEntry], end: LogEntry | None) -> str:
-    if end is None:
-        refused = next((e for e in story if e.event == "request_refused"), None)
-        return "running, or cut off" if refused is None else f"refused: {refused.fact('reason')}"
+def _seen_outcome(story: Sequence[LogEntry]) -> tuple[str, LogEntry | None]:
+    """Say how a request ended of which no gateway tells an end, and by which line.
+
+    One prompt of several and a request that goes on for another one have no end at the gateway:
+    there the controller's word counts, and the worker's.
+    """
+    is_whole = any(e.event == "request_received" and _is_gateway(e) for e in story)
+    outcome, end, has_failed = _UNENDED, None, False
+    for entry in story:
+        if entry.event in _BEGINS:  # whatever ended before: it goes on
+            outcome, end, has_failed = _UNENDED, None, False
+        elif entry.event == "request_refused":
+            outcome, end = f"refused: {entry.fact('reason') or entry.fact('code')}", entry
+        elif entry.event in _FAILS and not is_whole:
+            outcome, end, has_failed = f"failed: {entry.fact('code')}", entry, True
+        elif entry.event == "request_ended" and not has_failed:  # a failure ends, too
+            was_cancelled = outcome == _CANCELLED or _tells_cancelled(entry)
+            ended = _CANCELLED if was_cancelled else "finished"
+            outcome, end = (_UNENDED, None) if is_whole else (ended, entry)
+    return outcome, end
+
+
+_UNENDED = "running, or cut off"
+_CANCELLED = "cancelled"
+
+
+def _tells_cancelled(ended: LogEntry) -> bool:
+    """Whether what ended had been cancelled, by the worker's word or the controller's."""
+    was_stopping = str(ended.fact("phase")).startswith("cancelling")
+    is_stopped = ended.fact("by") in ("CancelReceived", "GatewayGone")
+    return bool(ended.fact("was_cancelled")) or was_stopping or is_stopped
+
+
+def _told_outcome(end: LogEntry) -> str:
+    """Say how a request ended by the gateway's line."""
     reasons = end.fact("finish_reasons")
     told = end.event.removeprefix("request_")
     if end.event == "request_finished" and isinstance(reasons, str):

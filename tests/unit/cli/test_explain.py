@@ -157,6 +157,66 @@ def test_a_refusal_is_the_outcome() -> None:
     assert found.outcome == "refused: queue is full"
 
 
+def part(number: str, *lines: tuple[float, str, str, dict[str, object]]) -> Explanation:
+    """Explain one prompt of a request, or what went on for it: no line of a gateway names it."""
+    return explained(*(line(at, who, event, request_id=number, **f) for at, who, event, f in lines))
+
+
+QUEUED = (1.0, "controller", "request_queued", {})
+REFUSED = (1.5, "controller", "request_refused", {"reason": "queue is full"})
+BEGUN = (2.0, "p0", "prefill_started", {})
+ENDED = (3.0, "d0", "request_ended", {"was_cancelled": False})
+CANCELLED = (3.0, "d0", "request_ended", {"was_cancelled": True})
+FAILED = (2.5, "controller", "request_failed", {"code": "worker_died"})
+GONE = (4.0, "controller", "request_ended", {"by": "DecodeSideFinished", "phase": "decoding"})
+UNQUEUED = (4.0, "controller", "request_ended", {"by": "CancelReceived", "phase": "queued"})
+STOPPED = (4.0, "controller", "request_ended", {"phase": "cancelling_decode"})
+
+
+@pytest.mark.parametrize(
+    ("lines", "outcome", "seconds"),
+    [
+        ((QUEUED, BEGUN), "running, or cut off", None),
+        ((QUEUED, BEGUN, ENDED), "finished", 2.0),
+        ((QUEUED, BEGUN, ENDED, GONE), "finished", 3.0),
+        ((QUEUED, BEGUN, GONE), "finished", 3.0),
+        ((QUEUED, BEGUN, CANCELLED, GONE), "cancelled", 3.0),
+        ((QUEUED, UNQUEUED), "cancelled", 3.0),
+        ((QUEUED, BEGUN, STOPPED), "cancelled", 3.0),
+        ((QUEUED, BEGUN, FAILED, GONE), "failed: worker_died", 1.5),
+        ((QUEUED, REFUSED), "refused: queue is full", 0.5),
+        ((QUEUED, REFUSED, BEGUN), "running, or cut off", None),
+        ((QUEUED, REFUSED, BEGUN, ENDED), "finished", 2.0),
+    ],
+)
+def test_a_part_of_a_request_ends_as_the_controller_and_the_worker_say(
+    lines: tuple[tuple[float, str, str, dict[str, object]], ...],
+    outcome: str,
+    seconds: float | None,
+) -> None:
+    for number in ("r.0", "r~3"):
+        found = part(number, *lines)
+        assert (found.request_id, found.outcome, found.seconds) == (number, outcome, seconds)
+
+
+def test_a_part_that_went_on_after_its_worker_died_ends_as_what_went_on() -> None:
+    found = explained(
+        line(1, "p0", "prefill_started", request_id="r.0"),
+        line(2, "gateway-0", "stream_failed", request_id="r.0", code="worker_died"),
+        line(2, "gateway-0", "request_resumed", request_id="r.0", resumed_request_id="r.0~1"),
+        line(3, "p1", "prefill_started", request_id="r.0~1"),
+        line(4, "p1", "request_ended", request_id="r.0~1", was_cancelled=False),
+    )
+    assert (found.outcome, found.seconds) == ("finished", 3.0)
+
+
+def test_a_request_has_not_ended_before_the_gateway_says_so() -> None:
+    ended = line(8, "d0", "request_ended", request_id="r", was_cancelled=False)
+    assert explained(*PLACED, ended).outcome == "running, or cut off"
+    refused = line(2, "controller", "request_refused", request_id="r", reason="queue is full")
+    assert explained(PLACED[0], refused, *PLACED[1:]).outcome == "running, or cut off"
+
+
 def test_everything_is_printed(tmp_path: Path) -> None:
     (tmp_path / "gateway-0.jsonl").write_text("\n".join((*PLACED, FINISHED)))
     parts = list(explanation_parts(explain(tmp_path, "cmpl-r")))
