@@ -2,7 +2,7 @@ from dataclasses import replace
 from math import inf
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.messages.fields import Role
@@ -311,6 +311,7 @@ def clusters(draw: st.DrawFn) -> list[WorkerView]:
     return views
 
 
+@settings(deadline=None)
 @given(
     clusters(),
     st.sampled_from([10, 64, 300, 1000]),
