@@ -428,7 +428,7 @@ async def test_fuzzed_messages_crash_nothing_hang_nothing_and_leak_nothing(
     # The peers got far enough for what they did wrong to matter.
     assert len(logged.last_words) == NUM_MESSAGES // LIFE
     for event in ("worker_joined", "gateway_joined", "reserved", "request_received"):
-        assert logged.events[event] > 20, logged.events
+        assert logged.events[event] > 10, logged.events
     for event in ("handoff_protocol_error", "endpoint_unusable", "protocol_violation", "fenced"):
         assert logged.events[event], logged.events
     assert logged.events["message_refused"] > NUM_MESSAGES // 5, logged.events
