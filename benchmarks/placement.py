@@ -166,6 +166,7 @@ class Rig:
             mode=Mode.BALANCED,
             rates=self._rates[key[0]],
             index_sequence=1,
+            num_orders=self.core.members.workers[key].num_orders,
         )
         self.say(key[0], beat)
 

@@ -100,6 +100,10 @@ class Heartbeat:
     rates: WorkerRates
     index_sequence: Count
     """Number of the last batch of ``KVIndexEvents`` that was sent; the controller finds gaps."""
+    num_orders: Count
+    """How many ``PlaceRequest`` and ``CopyPrefix`` have come since the last ``WorkerAccepted``.
+
+    What those ask for is in ``load``, as far as it is not done; later ones are still under way."""
     totals: WorkerTotals = WorkerTotals()
 
 

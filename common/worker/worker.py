@@ -68,6 +68,7 @@ class HybridWorker:
         self._index = IndexReports(parts.blocks)
         self._wake = asyncio.Event()
         self._peers = KnownPeers()
+        self._num_orders = 0
         self.metrics = WorkerMetrics()
         self._clock = StepClock(self.metrics)
         self.availability = Availability(parts.worker_id)
@@ -89,8 +90,11 @@ class HybridWorker:
         self, order: Order, payload: tuple[bytes, ...]
     ) -> None:
         """Carry out one order."""
+        if isinstance(order, PlaceRequest | CopyPrefix):
+            self._num_orders += 1
         match order:
             case WorkerAccepted():
+                self._num_orders = 0
                 self._own.take(order.role, order.role_generation)
                 self._peers.replace(order.peers)
                 self.requests.registered()
@@ -272,6 +276,7 @@ class HybridWorker:
             mode=self._scheduler.mode,
             rates=rates,
             index_sequence=self._index.sequence,
+            num_orders=self._num_orders,
             totals=take_totals(self.metrics, self._clock),
         )
         take_heartbeat(self.metrics, beat)

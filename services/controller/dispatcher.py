@@ -213,10 +213,8 @@ class Dispatcher:
         moved = self._book.step(record.request_id, event, cause, now)
         submission = record.submission
         num_hits = max(request.hits.get(placement.prefill.key, 0), loading.num_blocks)
-        prefill.assigned_tokens += request.num_uncached(num_hits)
-        if loading.num_read_tokens:
-            reader = prefill if loading.path is Path.PREFILL_READ else decode
-            reader.assigned_reads += loading.num_read_tokens
+        is_reader = loading.path is Path.PREFILL_READ
+        prefill.assign(request.num_uncached(num_hits), loading.num_read_tokens if is_reader else 0)
         gateway = self._members.gateways[record.gateway].hello
         num_tokens = loading.num_blocks * request.block_size
         place = PlaceRequest(
@@ -242,6 +240,8 @@ class Dispatcher:
                 num_tokens=num_tokens,
                 num_stored_tokens=num_tokens if loading.path is Path.DECODE_READ else 0,
             )
+            holding = self._members.workers[source]
+            holding.assign(0, loading.num_read_tokens if loading.path is Path.DECODE_READ else 0)
             prefix = record.payload[0][: 4 * num_tokens]
             effects.append(Send(source, copy, cause, (prefix,)))
         return [*effects, record.tell_placed(cause)]

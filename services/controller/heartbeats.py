@@ -37,8 +37,7 @@ class Heartbeats:
         worker.mode = heartbeat.mode
         worker.rates = heartbeat.rates
         worker.totals = heartbeat.totals
-        worker.assigned_tokens = 0
-        worker.assigned_reads = 0
+        worker.has_come(heartbeat.num_orders)
         worker.replaced_blocks = 0
         worker.is_draining = heartbeat.is_draining
         worker.is_quarantined = heartbeat.is_quarantined

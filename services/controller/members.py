@@ -1,6 +1,6 @@
 """Who is in the cluster: workers and gateways by incarnation, and which incarnations are dead."""
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
@@ -47,6 +47,15 @@ class Changes:
     stale: "dict[int, WorkerRecord]" = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """What the order of this number, counted since the worker was accepted, has it do."""
+
+    number: int
+    num_tokens: int
+    num_reads: int
+
+
 @dataclass(slots=True)
 class WorkerRecord:
     """One live incarnation of a worker.
@@ -56,11 +65,11 @@ class WorkerRecord:
     ``help`` is the role whose work it may do beside its own; ``stands_in`` says that it does both
     since nobody else has the other.
 
-    ``kv`` and ``load`` are its last heartbeat's. ``assigned_tokens`` are the prompt tokens placed
-    since then, ``assigned_reads`` the tokens that it is to read from the store for requests placed
-    since then, ``replaced_blocks`` the blocks of refused decodes that were placed here again since
-    then. ``placed_blocks`` are those of requests whose decode was placed here and has not started:
-    reserved already, or soon; ``num_placed`` are those requests. ``pairs`` are a prefill worker's
+    ``kv`` and ``load`` are its last heartbeat's. ``assignments`` are the orders that had not come to
+    it then, ``assigned_tokens`` and ``assigned_reads`` the prompt tokens and the tokens to read from
+    the store in them. ``replaced_blocks`` are the blocks of refused decodes that were placed here
+    again since. ``placed_blocks`` are those of requests whose decode was placed here and has not
+    started: reserved already, or soon; ``num_placed`` are those requests. ``pairs`` are a prefill worker's
     with decode workers; ``pairings``, ``link_rates`` and ``troubles`` are the same by incarnation.
     ``changes`` hears of them all.
     """
@@ -83,6 +92,8 @@ class WorkerRecord:
     is_drain_ordered: bool = False
     drain_told_at: float = 0.0
     is_quarantined: bool = False
+    num_orders: int = 0
+    assignments: deque[Assignment] = field(default_factory=deque)
     assigned_tokens: int = 0
     assigned_reads: int = 0
     replaced_blocks: int = 0
@@ -139,6 +150,26 @@ class WorkerRecord:
             return []
         facts = (("worker", self.peer.worker_id), ("before", before), ("state", self.state))
         return [Note("worker_state_changed", cause, facts=facts, level="warning")]
+
+    def accepted(self) -> None:
+        """It was told that it is accepted, and counts its orders anew."""
+        self.num_orders = 0
+        self.assignments.clear()
+        self.assigned_tokens = self.assigned_reads = 0
+
+    def assign(self, num_tokens: int, num_reads: int) -> None:
+        """Note an order to compute so much of a prompt, and to read so much from the store."""
+        self.num_orders += 1
+        self.assignments.append(Assignment(self.num_orders, num_tokens, num_reads))
+        self.assigned_tokens += num_tokens
+        self.assigned_reads += num_reads
+
+    def has_come(self, num_orders: int) -> None:
+        """So many orders were known to it when it told its load, which counts what they ask for."""
+        while self.assignments and self.assignments[0].number <= num_orders:
+            assignment = self.assignments.popleft()
+            self.assigned_tokens -= assignment.num_tokens
+            self.assigned_reads -= assignment.num_reads
 
     @property
     def can_take_prompt(self) -> bool:

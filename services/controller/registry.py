@@ -87,6 +87,7 @@ class Registry:
             heartbeat_seconds=self._limits.heartbeat_seconds,
             peers=tuple(w.peer for other, w in self._members.workers.items() if other != key),
         )
+        worker.accepted()
         effects.append(Send(key, accepted, cause))
         return [*effects, *(self._roles.resume_orders(worker, cause, now) if is_new else ())]
 

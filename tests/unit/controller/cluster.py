@@ -152,6 +152,8 @@ def rates(
 
 
 NO_RATES = rates()
+ALL_ORDERS = 2**31
+"""Of a heartbeat that was made when all that was ordered had come."""
 
 
 def heartbeat(
@@ -167,6 +169,7 @@ def heartbeat(
     index_sequence: int = 0,
     read_queue_tokens: int = 0,
     totals: WorkerTotals | None = None,
+    num_orders: int = ALL_ORDERS,
 ) -> Heartbeat:
     load = WorkerLoad(
         num_waiting=0,
@@ -188,6 +191,7 @@ def heartbeat(
         rates=measured or NO_RATES,
         index_sequence=index_sequence,
         totals=totals or WorkerTotals(),
+        num_orders=num_orders,
     )
 
 

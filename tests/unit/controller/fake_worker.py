@@ -21,6 +21,7 @@ from common.messages.control import (
     RoleSwitched,
     SetDraining,
     SwitchRole,
+    WorkerAccepted,
 )
 from common.messages.fields import Role
 from services.controller.effects import FromPeer, ToPeer
@@ -41,6 +42,7 @@ class FakeWorker:
     role: Role
     generation: int = 1
     is_draining: bool = False
+    num_orders: int = 0
     prefilling: dict[RequestId, str | None] = field(default_factory=dict)
     refused: set[RequestId] = field(default_factory=set)
     decoding: set[RequestId] = field(default_factory=set)
@@ -60,7 +62,11 @@ class FakeWorker:
 
     def obey(self, message: ToPeer) -> None:  # noqa: C901, PLR0912 - one case per order
         say = self.outbox.append
+        if isinstance(message, PlaceRequest | CopyPrefix):
+            self.num_orders += 1
         match message:
+            case WorkerAccepted():
+                self.num_orders = 0
             case PlaceRequest(request_id=request_id, decode=decode, num_prefix_tokens=awaited):
                 if self.is_draining:
                     self.refuse(request_id)

@@ -107,6 +107,7 @@ class HonestCluster(RuleBasedStateMachine):
                 is_draining=worker.is_draining,
                 measured=measured,
                 read_queue_tokens=512 * len(worker.copying),
+                num_orders=worker.num_orders,
             )
         )
 

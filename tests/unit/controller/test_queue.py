@@ -55,6 +55,16 @@ def test_a_worker_gets_prompts_until_it_has_two_steps_ahead_and_the_rest_is_queu
     assert cluster.phase("r2") == "queued"
 
 
+def test_a_heartbeat_that_was_under_way_does_not_hide_what_was_placed_meanwhile() -> None:
+    cluster = small_cluster()
+    for name in ("r0", "r1"):
+        assert placed(cluster.submit(name, BUDGET)) == [("p0", name)]
+    cluster.beat("p0", heartbeat(num_orders=0))
+    assert placed(cluster.submit("r2", BUDGET)) == []
+    assert placed(cluster.beat("p0", heartbeat(uncomputed_tokens=BUDGET, num_orders=1))) == []
+    assert placed(cluster.beat("p0", heartbeat(num_orders=2))) == [("p0", "r2")]
+
+
 def test_an_idle_worker_gets_a_prompt_however_long_and_the_gateway_is_told_it_is_placed() -> None:
     cluster = small_cluster()
     effects = cluster.submit("r", 6000)
