@@ -216,3 +216,17 @@ async def test_preempted_sequences_come_back_from_host_memory_as_they_were(
             "flowpath_engine_step_tokens_sum"
         )
         assert computed == 4 * (20 + 60 - 1), "nothing was computed twice"
+
+
+async def test_heartbeats_count_the_orders_that_had_come(tmp_path: Path) -> None:
+    async with harness(tmp_path) as cluster:
+        await cluster.start_worker("w", Role.COMBINED)
+        assert cluster.heartbeats["w"][-1].num_orders == 0
+        for number in (1, 2):
+            cluster.place(f"r{number}", PROMPT, GREEDY, prefill="w", decode=None)
+            await cluster.board.wait_for(
+                "the order is counted",
+                lambda number=number: cluster.heartbeats["w"][-1].num_orders == number,
+            )
+        for number in (1, 2):
+            await cluster.answer(f"r{number}")
