@@ -49,7 +49,7 @@ serve: setup model
 	@exec $(BIN)/flowpath serve $(ARGS)
 
 test: setup model
-	@exec $(BIN)/pytest -n 2 --dist loadgroup $(ARGS)
+	@exec $(BIN)/pytest -n 2 --dist loadscope --no-loadscope-reorder $(ARGS)
 
 compose-test: setup model
 	@exec $(BIN)/pytest -m compose tests/e2e/test_compose.py $(ARGS)

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Protocol
 
 import pytest
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
 
 HOSTS = "tests/e2e/test_two_hosts.py"
-CLUSTERS = ("tests/e2e/", "tests/chaos/")
+CLUSTERS = ("tests/e2e/", "tests/chaos/", "tests/integration/load/")
 NOTES = "notes"
 
 _notes: list[str] = []
@@ -24,13 +26,18 @@ class _Node(Protocol):
     workeroutput: dict[str, list[str]]
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if item.nodeid.startswith(HOSTS):
-            item.add_marker(pytest.mark.xdist_group("hosts"))
-        elif item.nodeid.startswith(CLUSTERS):
-            item.add_marker(pytest.mark.xdist_group("clusters"))
+class _Spread(LoadScopeScheduling):
+    """Gives whole files to processes, and all files of clusters to one of them."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        if nodeid.startswith(HOSTS):
+            return "hosts"
+        return "clusters" if nodeid.startswith(CLUSTERS) else nodeid.partition("::")[0]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
+    return _Spread(config, log)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -108,6 +108,8 @@ async def supervised(model: Path) -> AsyncIterator[Cluster]:
             kv_bytes=64 * 2**20,
             threads=1,
             roles="manual",
+            # Whoever has a prompt cached would get it again: the late worker is to have work.
+            policy="round_robin",
             max_workers=3,
         )
         prepare_run_dir(settings.run_dir)

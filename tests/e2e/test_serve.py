@@ -374,7 +374,7 @@ def _config(folder: Path) -> Json:
         (_without_config, ("config.json",)),
         (_of_an_unknown_family, ("config.json", "mamba")),
         (_without_a_tensor, ("missing: model.layers.1.mlp.up_proj.weight",)),
-        (_with_a_tensor_of_another_shape, ("model.layers.0.self_attn.k_proj.weight (15, 32)",)),
+        (_with_a_tensor_of_another_shape, ("model.layers.0.self_attn.k_proj.weight (31, 32)",)),
         (_cut_short, (WEIGHTS,)),
     ],
 )

@@ -144,7 +144,7 @@ class PlayedCluster:
                     num_prefill=1,
                     num_decode=1,
                     num_combined=0,
-                    max_request_tokens=4096,
+                    max_request_tokens=MAX_POSITIONS,
                 )
             case SubmitRequest():
                 stream = PlayedStream(message.request_id, gateway_id, message.params.max_tokens)
