@@ -65,13 +65,13 @@ class WorkerRecord:
     ``help`` is the role whose work it may do beside its own; ``stands_in`` says that it does both
     since nobody else has the other.
 
-    ``kv`` and ``load`` are its last heartbeat's. ``assignments`` are the orders that had not come to
-    it then, ``assigned_tokens`` and ``assigned_reads`` the prompt tokens and the tokens to read from
-    the store in them. ``replaced_blocks`` are the blocks of refused decodes that were placed here
-    again since. ``placed_blocks`` are those of requests whose decode was placed here and has not
-    started: reserved already, or soon; ``num_placed`` are those requests. ``pairs`` are a prefill worker's
-    with decode workers; ``pairings``, ``link_rates`` and ``troubles`` are the same by incarnation.
-    ``changes`` hears of them all.
+    ``kv`` and ``load`` are its last heartbeat's. ``assignments`` are the orders that had not come
+    to it then, ``assigned_tokens`` and ``assigned_reads`` the prompt tokens and the tokens to read
+    from the store in them. ``replaced_blocks`` are the blocks of refused decodes that were placed
+    here again since. ``placed_blocks`` are those of requests whose decode was placed here and has
+    not started: reserved already, or soon; ``num_placed`` are those requests. ``pairs`` are a
+    prefill worker's with decode workers; ``pairings``, ``link_rates`` and ``troubles`` are the
+    same by incarnation. ``changes`` hears of them all.
     """
 
     hello: WorkerHello
