@@ -6,10 +6,7 @@ confirms. Each direction of a pair of workers has a communicator of its own, joi
 first needed. After a failure it is gone, and the next write joins another.
 """
 
-import threading
-import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 from typing import TypeVar
 
 import numpy as np
@@ -18,24 +15,22 @@ from numpy.typing import NDArray
 from common.errors import RemoteProtocolError, TransferError
 from common.kv.layout import PAGE_BYTES
 from common.messages.fields import ExportedPool, NcclPoolHandle
-from common.transfer.aligned import align_checked
-from common.transfer.backend import LinkRate, WriteReport
-from common.transfer.nccl_connection import FrameRefusedError, NcclConnection, NotStartedError
+from common.transfer.backend import LinkRate
+from common.transfer.joined_link import JoinedLink, Meanwhile, Sums
+from common.transfer.nccl_connection import NcclConnection, NotStartedError
 from common.transfer.nccl_driver import AddressedPool, NcclDriver, Piece
 from common.transfer.nccl_limit import CommunicatorLimit
 from common.transfer.nccl_wire import MAX_EXTENTS, MAX_PROBE_BYTES
-from common.transfer.tcp_wire import TOKEN_BYTES, Extents
-from common.transfer.verify import checksum_blocks
+from common.transfer.tcp_wire import Extents
 
 NUM_PROBES = 8
 NUM_MEASURED = 3
-_NO_CHECKSUMS = np.empty(0, dtype=np.uint64)
 
 _T = TypeVar("_T")
 
 
-class NcclLink:
-    """The way into a peer's pool. One write at a time; others wait for it."""
+class NcclLink(JoinedLink[NcclConnection]):
+    """The way into a peer's pool, whose owner receives what is sent."""
 
     def __init__(
         self,
@@ -45,45 +40,13 @@ class NcclLink:
         limit: CommunicatorLimit,
         stall_seconds: float,
     ) -> None:
+        where = f"nccl {handle.host}:{handle.port}"
+        super().__init__(where, pool, handle.num_blocks, MAX_EXTENTS)
         self._pool = pool
         self._handle = handle
         self._driver = driver
         self._limit = limit
         self._stall_seconds = stall_seconds
-        self._where = f"nccl {handle.host}:{handle.port}"
-        self._lock = threading.Lock()
-        self._is_closed = False
-        self._connection: NcclConnection | None = None
-
-    def write(
-        self, pairs_src: Sequence[int], pairs_dst: Sequence[int], token: bytes = b""
-    ) -> WriteReport:
-        """Send blocks into the peer's pool (see ``PeerLink``).
-
-        TransferError as well when nothing moves for ``stall_seconds``, or the peer does not know
-        the token: it may have revoked it.
-        """
-        start = time.perf_counter()
-        with self._lock:
-            self._refuse_closed()
-            rows = self._aligned(pairs_src, pairs_dst, token)
-            checksums = _NO_CHECKSUMS
-            for at in range(0, len(rows), MAX_EXTENTS):
-                is_last = at + MAX_EXTENTS >= len(rows)
-                checksums = self._write_rows(
-                    rows[at : at + MAX_EXTENTS],
-                    token,
-                    partial(checksum_blocks, self._pool, pairs_src)
-                    if is_last
-                    else lambda: _NO_CHECKSUMS,
-                )
-        return WriteReport(
-            num_blocks=len(pairs_dst),
-            num_calls=len(rows),
-            num_bytes=len(pairs_dst) * self._pool.block_bytes,
-            seconds=time.perf_counter() - start,
-            checksums=checksums,
-        )
 
     def measure(self) -> LinkRate:
         """Compare sending bytes that the peer drops with what the way there could give."""
@@ -102,12 +65,6 @@ class NcclLink:
             limit_gigabytes_per_second=self._driver.limit_rate(self._handle.device_uuid),
         )
 
-    def close(self) -> None:
-        """End the communicator, after a write in progress; a second call does nothing."""
-        with self._lock:
-            self._is_closed = True
-            self._drop()
-
     def try_release(self) -> bool:
         """End the communicator unless it is in use; the next write joins another."""
         if not self._lock.acquire(blocking=False):
@@ -120,56 +77,43 @@ class NcclLink:
         finally:
             self._lock.release()
 
-    # ---- sending ---------------------------------------------------------------------------------
-
-    def _write_rows(
-        self,
-        rows: NDArray[np.int32],
-        token: bytes,
-        meanwhile: Callable[[], NDArray[np.uint64]],
-    ) -> NDArray[np.uint64]:
+    def _write_frame(self, runs: NDArray[np.int32], token: bytes, meanwhile: Meanwhile) -> Sums:
         block_bytes = self._pool.block_bytes
         pieces: list[Piece] = []
         targets: list[tuple[int, int, int]] = []
-        for source, target, length in rows.tolist():
+        for source, target, length in runs.tolist():
             num_bytes = length * block_bytes
             pieces.append((self._pool.address + source * block_bytes, num_bytes))
             targets.append((target, 0, num_bytes // PAGE_BYTES))
         extents: Extents = np.array(targets, dtype=np.uint32)
         return self._connected(lambda c: c.write(pieces, extents, token, meanwhile))
 
+    # ---- communicators, of which there are few ---------------------------------------------------
+
     def _connected(self, use: Callable[[NcclConnection], _T]) -> _T:
-        """Use the connection, or a new one where the peer has ended the old one meanwhile."""
         try:
-            kept = self._connection
-            if kept is not None and not kept.is_stale():
-                try:
-                    return self._use(kept, use)
-                except NotStartedError:
-                    if not kept.is_stale():
-                        raise
-                    self._drop()
-            return self._use(self._connect(), use)
-        except FrameRefusedError as error:
-            raise TransferError(f"{self._where}: {error}") from error
-        except (RemoteProtocolError, TransferError) as error:
-            self._drop()
-            raise TransferError(f"{self._where}: {error}") from error
-        except BaseException:
-            self._drop()
-            raise
+            return super()._connected(use)
         finally:
             self._limit.used(self)
 
-    def _use(self, connection: NcclConnection, use: Callable[[NcclConnection], _T]) -> _T:
+    def _used(self, use: Callable[[NcclConnection], _T]) -> _T:
+        kept = self._connection
+        if kept is not None and not kept.is_stale():
+            try:
+                return self._moved(kept, use)
+            except NotStartedError:
+                if not kept.is_stale():
+                    raise
+        return self._moved(self._connect(), use)
+
+    def _moved(self, connection: NcclConnection, use: Callable[[NcclConnection], _T]) -> _T:
         with self._limit.moving(self._stall_seconds):
             return use(connection)
 
-    def _connect(self) -> NcclConnection:
-        self._drop()
+    def _join(self) -> NcclConnection:
         self._limit.admit(self, self._stall_seconds)
         try:
-            self._connection = NcclConnection(self._driver, self._handle, self._stall_seconds)
+            return NcclConnection(self._driver, self._handle, self._stall_seconds)
         except BaseException as error:
             self._limit.remove(self)
             if isinstance(error, (OSError, RemoteProtocolError, TransferError)):
@@ -178,31 +122,12 @@ class NcclLink:
                     " here, no firewall is between, and each worker has a GPU of its own"
                 ) from error
             raise
-        return self._connection
 
     def _drop(self) -> None:
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            connection.close()
+        had_communicator = self._connection is not None
+        super()._drop()
+        if had_communicator:
             self._limit.remove(self)
-
-    # ---- checks ----------------------------------------------------------------------------------
-
-    def _aligned(
-        self, sources: Sequence[int], targets: Sequence[int], token: bytes
-    ) -> NDArray[np.int32]:
-        """Return the fewest runs, rows (source, target, length), after every check."""
-        if len(token) != TOKEN_BYTES:
-            raise TransferError(f"{self._where}: a write without a token")
-        return align_checked(
-            self._where,
-            (sources, self._pool.num_blocks),
-            (targets, self._handle.num_blocks),
-        )
-
-    def _refuse_closed(self) -> None:
-        if self._is_closed:
-            raise TransferError(f"{self._where}: the link is closed")
 
 
 class NcclBackend:

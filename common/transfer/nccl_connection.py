@@ -8,6 +8,7 @@ import numpy as np
 
 from common.errors import RemoteProtocolError, TransferError
 from common.messages.fields import NcclPoolHandle
+from common.transfer.joined_link import FrameRefusedError
 from common.transfer.nccl_driver import SENDER, Communicator, NcclDriver, Piece
 from common.transfer.nccl_pace import Progress, hand_over, has_settled
 from common.transfer.nccl_wire import (
@@ -30,10 +31,6 @@ JOIN_SECONDS = 20.0
 """How long two live workers may take to join; a fraction of it, as a rule."""
 
 _T = TypeVar("_T")
-
-
-class FrameRefusedError(TransferError):
-    """The peer does not take this frame; the connection is as good as before."""
 
 
 class NotStartedError(TransferError):

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from common.errors import TransferError
 from common.kv.layout import PAGE_BYTES
 from common.messages.fields import RdmaPoolHandle
+from common.transfer.joined_link import FrameRefusedError
 from common.transfer.rdma_memory import RdmaMemory
 from common.transfer.rdma_shared import SharedAgent
 from common.transfer.rdma_wire import (
@@ -37,10 +38,6 @@ NUM_TURNS = 8
 """Turns in a row there."""
 
 _T = TypeVar("_T")
-
-
-class FrameRefusedError(TransferError):
-    """The peer does not take this frame; the connection is as good as before."""
 
 
 class RdmaConnection:
