@@ -6,14 +6,10 @@ Every copy is complete when its call returns, so it is in order with the steps b
 from collections.abc import Sequence
 from typing import Protocol
 
-import flowpath_native
-import numpy as np
-
-from common.cuda.driver import CudaError, draining
-from common.errors import ConfigError, TransferError
+from common.errors import ConfigError
 from common.kv.device_pool import DevicePool
 from common.kv.pool import BlockPool, KVPool
-from common.transfer.host_staged import PinnedWindow
+from common.worker.pool_copies import HostMemory, open_pool_copies
 
 Pairs = Sequence[tuple[int, int]]
 """(pool block, host slot) of each block to copy."""
@@ -57,93 +53,39 @@ class NoHostBlocks:
         """There is nothing to let go of."""
 
 
-class MemoryHostBlocks:
-    """Slots beside a pool that is in host memory too. ConfigError when there is no memory."""
+class SwapBlocks:
+    """Slots beside a pool, page-locked where that is on a GPU.
 
-    def __init__(self, pool: KVPool, num_slots: int) -> None:
-        self.num_slots = num_slots
-        self._memory = KVPool(num_slots, pool.block_bytes)
-        shape = (-1, pool.block_bytes)
-        self._slots = np.frombuffer(self._memory.buffer, dtype=np.uint8).reshape(shape)
-        self._blocks = np.frombuffer(pool.buffer, dtype=np.uint8).reshape(shape)
+    ConfigError when they cannot be had.
+    """
+
+    def __init__(self, pool: KVPool | DevicePool, swap_bytes: int) -> None:
+        self._memory = HostMemory(pool, swap_bytes, "swap_bytes")
+        self._copies = open_pool_copies(pool)
+        self.num_slots = self._memory.num_blocks
 
     def swap_out(self, pairs: Pairs) -> None:
         """Copy blocks of the pool to slots."""
         blocks, slots = zip(*pairs, strict=True)
-        self._slots[list(slots)] = self._blocks[list(blocks)]
+        self._copies.download(self._memory, slots, blocks)
+        self._copies.wait()
 
     def swap_in(self, pairs: Pairs) -> None:
         """Copy slots to blocks of the pool."""
         blocks, slots = zip(*pairs, strict=True)
-        self._blocks[list(blocks)] = self._slots[list(slots)]
+        self._copies.upload(self._memory, slots, blocks)
+        self._copies.wait()
 
     def close(self) -> None:
-        """Let go of the memory."""
-        del self._slots, self._blocks
+        """Let go of what the copies are made with, and of the memory."""
+        self._copies.close()
         self._memory.close()
-
-
-class DeviceHostBlocks:
-    """Page-locked slots beside a pool on a GPU. ConfigError when they cannot be had."""
-
-    def __init__(self, pool: DevicePool, num_slots: int) -> None:
-        self.num_slots = num_slots
-        self._pool = pool
-        try:
-            self._window = PinnedWindow(pool, num_slots, pool.block_bytes)
-        except (TransferError, CudaError) as error:
-            raise ConfigError(f"swap_bytes cannot be had: {error}") from error
-        self._queue = pool.driver.queue(pool.device_index)
-
-    def swap_out(self, pairs: Pairs) -> None:
-        """Copy blocks of the pool to slots."""
-        blocks, slots = zip(*pairs, strict=True)
-        self._copy(
-            (self._window.address, slots, self.num_slots),
-            (self._pool.address, blocks, self._pool.num_blocks),
-        )
-
-    def swap_in(self, pairs: Pairs) -> None:
-        """Copy slots to blocks of the pool."""
-        blocks, slots = zip(*pairs, strict=True)
-        self._copy(
-            (self._pool.address, blocks, self._pool.num_blocks),
-            (self._window.address, slots, self.num_slots),
-        )
-
-    def close(self) -> None:
-        """Let go of stream and memory."""
-        self._queue.close()
-        self._window.close()
-
-    def _copy(
-        self, target: tuple[int, tuple[int, ...], int], source: tuple[int, tuple[int, ...], int]
-    ) -> None:
-        """Copy blocks from one memory to the other: address, places and their bound of each."""
-        for _, places, bound in (target, source):
-            if not all(0 <= place < bound for place in places):
-                raise IndexError(f"a block of {places} is outside of {bound}")
-        size = self._pool.block_bytes
-        runs = flowpath_native.align(
-            np.asarray(source[1], dtype=np.int32), np.asarray(target[1], dtype=np.int32)
-        ).tolist()
-        with draining(self._queue):
-            self._queue.copy(
-                [
-                    (target[0] + to * size, source[0] + at * size, length * size)
-                    for at, to, length in runs
-                ]
-            )
-            self._queue.wait(is_long=False)
 
 
 def open_host_blocks(pool: BlockPool, swap_bytes: int) -> HostBlocks:
     """Return as many slots as fit ``swap_bytes``. ConfigError when they cannot be had."""
-    num_slots = swap_bytes // pool.block_bytes
-    if num_slots == 0:
+    if swap_bytes < pool.block_bytes:
         return NoHostBlocks()
-    if isinstance(pool, DevicePool):
-        return DeviceHostBlocks(pool, num_slots)
-    if isinstance(pool, KVPool):
-        return MemoryHostBlocks(pool, num_slots)
+    if isinstance(pool, KVPool | DevicePool):
+        return SwapBlocks(pool, swap_bytes)
     raise ConfigError(f"swap_bytes cannot be used with a {type(pool).__name__}")
