@@ -10,8 +10,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import numpy as np
-
 from common.errors import TransferError
 from common.kv.pool import KVPool
 from common.transfer.rdma import RdmaBackend, RdmaLink
@@ -19,9 +17,9 @@ from common.transfer.rdma_agent import Piece, RdmaLibrary, SourcePool
 from common.transfer.rdma_export import RdmaExport, open_rdma
 from common.transfer.rdma_memory import RdmaMemory
 from tests.support.data_stream import wait_until
+from tests.support.pool_side import PoolSide
 
 PORT_RATE = 25.0
-EMPTY = 0xEE
 STALL_SECONDS = 20.0
 
 
@@ -198,7 +196,7 @@ class FakeLibrary:
 
 
 @dataclass(frozen=True)
-class RdmaWorker:
+class RdmaWorker(PoolSide):
     """Both sides of the transport, and the pool."""
 
     pool: KVPool
@@ -207,20 +205,6 @@ class RdmaWorker:
 
     def link_to(self, peer: "RdmaWorker") -> RdmaLink:
         return self.backend.open_peer(peer.export.handle())
-
-    def block(self, number: int) -> bytes:
-        size = self.pool.block_bytes
-        return self.pool.buffer[number * size : (number + 1) * size].tobytes()
-
-    def fill(self, seed: int) -> None:
-        numbers = np.frombuffer(self.pool.buffer, dtype=np.uint8)
-        numbers[:] = np.random.default_rng(seed).integers(0, 256, numbers.size, dtype=np.uint8)
-
-    def empty(self) -> None:
-        np.frombuffer(self.pool.buffer, dtype=np.uint8)[:] = EMPTY
-
-    def is_empty(self) -> bool:
-        return bool((np.frombuffer(self.pool.buffer, dtype=np.uint8) == EMPTY).all())
 
 
 @contextmanager

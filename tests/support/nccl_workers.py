@@ -4,20 +4,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import numpy as np
-
 from common.transfer.nccl import NcclBackend, NcclLink
 from common.transfer.nccl_export import NcclExport
 from common.transfer.nccl_limit import CommunicatorLimit
 from tests.support.data_stream import wait_until
 from tests.support.fake_nccl import AddressedKVPool, FakeFabric, FakeNcclDriver
+from tests.support.pool_side import PoolSide
 
-EMPTY = 0xEE
 STALL_SECONDS = 20.0
 
 
 @dataclass(frozen=True)
-class NcclWorker:
+class NcclWorker(PoolSide):
     """Both sides of the transport, and the pool."""
 
     pool: AddressedKVPool
@@ -27,20 +25,6 @@ class NcclWorker:
 
     def link_to(self, peer: "NcclWorker") -> NcclLink:
         return self.backend.open_peer(peer.export.handle())
-
-    def block(self, number: int) -> bytes:
-        size = self.pool.block_bytes
-        return self.pool.buffer[number * size : (number + 1) * size].tobytes()
-
-    def fill(self, seed: int) -> None:
-        numbers = np.frombuffer(self.pool.buffer, dtype=np.uint8)
-        numbers[:] = np.random.default_rng(seed).integers(0, 256, numbers.size, dtype=np.uint8)
-
-    def empty(self) -> None:
-        np.frombuffer(self.pool.buffer, dtype=np.uint8)[:] = EMPTY
-
-    def is_empty(self) -> bool:
-        return bool((np.frombuffer(self.pool.buffer, dtype=np.uint8) == EMPTY).all())
 
 
 @contextmanager

@@ -26,7 +26,8 @@ from common.transfer.rdma_export import open_rdma
 from common.transfer.rdma_memory import RdmaMemory
 from common.transfer.rdma_nixl import NixlLibrary
 from tests.support.data_stream import wait_until
-from tests.support.fake_rdma import EMPTY, RdmaWorker
+from tests.support.fake_rdma import RdmaWorker
+from tests.support.pool_side import EMPTY
 
 NUM_BLOCKS = 96
 BLOCK = 1024 * 1024

@@ -17,7 +17,8 @@ from common.transfer.tcp_wire import new_token
 from common.transfer.verify import verify_blocks
 from tests.support.data_stream import wait_until
 from tests.support.fake_nccl import LIMIT_RATE, FakeFabric
-from tests.support.nccl_workers import EMPTY, NcclWorker, nccl_worker
+from tests.support.nccl_workers import NcclWorker, nccl_worker
+from tests.support.pool_side import EMPTY
 
 BLOCK = 20 * 4096
 NUM_BLOCKS = 120

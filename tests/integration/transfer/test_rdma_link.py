@@ -18,13 +18,13 @@ from common.transfer.tcp_wire import new_token
 from common.transfer.verify import verify_blocks
 from tests.support.data_stream import wait_until
 from tests.support.fake_rdma import (
-    EMPTY,
     PORT_RATE,
     FakeFabric,
     RdmaWorker,
     fake_worker,
     rdma_worker,
 )
+from tests.support.pool_side import EMPTY
 
 BLOCK = 5 * 4096
 NUM_BLOCKS = 120
