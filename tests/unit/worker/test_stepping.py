@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import pytest_asyncio
 
-from common.engine.failure import RowsFailed
+from common.engine.failure import EngineBroken, RowsFailed
 from common.engine.interface import DeferredStep, LaunchedStep, StepRow
 from common.errors import ErrorCode, RequestError
 from common.sampling import SampledToken
@@ -122,6 +122,15 @@ async def test_a_step_that_fails_fails_its_rows(
     await pipeline.turn(planned(bench))
     (finished,) = await pipeline.turn(None)
     assert finished.results == [RowFailed(message)]
+
+
+async def test_an_engine_that_is_broken_ends_the_worker_and_fails_no_request(
+    engine: ScriptedEngine, pipeline: StepPipeline, bench: Bench
+) -> None:
+    engine.failing = {0: EngineBroken("rank 1 was killed")}
+    await pipeline.turn(planned(bench))
+    with pytest.raises(EngineBroken, match="rank 1 was killed"):
+        await pipeline.turn(None)
 
 
 async def test_at_the_end_the_thread_waits_for_what_is_in_flight(
