@@ -19,6 +19,7 @@ Count = Annotated[int, Field(strict=True, ge=0, le=2**53)]
 Flag = Annotated[bool, Field(strict=True)]
 EpochNumber = Annotated[Epoch, Field(strict=True, ge=0, le=2**53)]
 Seconds = Annotated[float, Field(strict=True, ge=0.0, le=1e9)]
+Flops = Annotated[float, Field(strict=True, ge=0.0, le=1e27)]
 Rate = Annotated[float, Field(strict=True, ge=0.0, le=1e15, allow_inf_nan=False)]
 Name = Annotated[str, Field(strict=True, min_length=1, max_length=256)]
 Text = Annotated[str, Field(strict=True, max_length=4096)]
@@ -119,6 +120,10 @@ class WorkerTotals:
     """Prompt tokens whose KV was cached when their prefill began, loaded ones among them."""
     read_seconds: Seconds = 0.0
     """Time in which a read from the store was under way."""
+    attention_seconds: Seconds = 0.0
+    """Estimated time of attention over prompts."""
+    model_flops: Flops = 0.0
+    """Floating-point operations of the model in the steps that ran."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRUCT)

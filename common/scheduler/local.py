@@ -250,6 +250,10 @@ class LocalScheduler:
         """Mean error of predicted times of late, as a share; 0 where prompts have no quota."""
         return self._quota.error
 
+    def attention_seconds(self, plan: StepPlan) -> float:
+        """Estimate what attention over a step's prompts took (see ``ComputeQuota``)."""
+        return self._quota.attention_seconds(plan)
+
     # ---- one step ------------------------------------------------------------------------------
 
     def plan(self) -> tuple[StepPlan | None, list[Effect]]:

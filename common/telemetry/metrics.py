@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.samples import Sample
 
+from common.telemetry.compute_metrics import ComputeMetrics
 from common.telemetry.store_metrics import StoreMetrics
 
 _SHORT_BUCKETS = (
@@ -157,6 +158,7 @@ class WorkerMetrics:
             ("reason",),
             registry=registry,
         )
+        self.compute = ComputeMetrics(registry)
         self.store = StoreMetrics(registry)
 
     def set_load(
@@ -270,6 +272,13 @@ class ControllerMetrics:
             "flowpath_cluster_migrations",
             "Running decodes that were told to move to another worker (started), and those of them "
             "that went on where they were (failed).",
+            ("event",),
+            registry=registry,
+        )
+        self.replicas = Counter(
+            "flowpath_cluster_replicas",
+            "Copies of prefixes in much use to other workers, ahead of need: ordered, held there "
+            "since, or failed.",
             ("event",),
             registry=registry,
         )

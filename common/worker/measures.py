@@ -42,6 +42,8 @@ def take_totals(metrics: WorkerMetrics, clock: "StepClock") -> WorkerTotals:
         prefix_query_tokens=int(value_of(metrics.prefix_queries)),
         prefix_hit_tokens=int(value_of(metrics.prefix_hits)),
         read_seconds=value_of(metrics.store.read_seconds),
+        attention_seconds=value_of(metrics.compute.attention_seconds),
+        model_flops=value_of(metrics.compute.flops),
     )
 
 

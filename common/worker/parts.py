@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from common.engine.interface import Engine
 from common.ids import WorkerId
 from common.kv.blocks import BlockManager
+from common.models.config import ModelConfig
 from common.scheduler.local import LocalScheduler
 from common.transfer.backend import PeerLink
 from common.worker.compaction import Compactor
@@ -39,6 +40,8 @@ class WorkerParts:
     """Tidies its pool in idle time, where that is wanted."""
     why_broken: Callable[[], str | None] = lambda: None
     """Tells why the engine computes nothing any more; None while it does."""
+    model: ModelConfig | None = None
+    """What the engine computes; without it no operations are counted."""
 
 
 @dataclass(frozen=True, slots=True)

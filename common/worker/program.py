@@ -228,6 +228,7 @@ class _Incarnation:
                 if settings.defragment
                 else None,
                 why_broken=machine.why_broken,
+                model=machine.config,
             )
         )
         setup = HandoffSetup(

@@ -38,6 +38,7 @@ from common.messages.fields import Role
 from common.messages.handoff import AbortReason
 from common.telemetry.metrics import WorkerMetrics
 from common.worker.availability import Availability
+from common.worker.compute_meter import ComputeMeter
 from common.worker.control import News, Order
 from common.worker.index_reports import IndexReports
 from common.worker.known_peers import KnownPeers
@@ -71,6 +72,7 @@ class HybridWorker:
         self._num_orders = 0
         self.metrics = WorkerMetrics()
         self._clock = StepClock(self.metrics)
+        self._computed = ComputeMeter(self.metrics.compute, parts.model)
         self.availability = Availability(parts.worker_id)
         self.requests = WorkerRequests(parts, self.availability, self.metrics, self._wake)
 
@@ -194,6 +196,8 @@ class HybridWorker:
                 for timed in clock.take_over(await turn):
                     finished = timed.step
                     self._scheduler.note_step(timed.seconds, finished.plan)
+                    attention_seconds = self._scheduler.attention_seconds(finished.plan)
+                    self._computed.note(finished, attention_seconds)
                     effects = self._scheduler.finish_step(finished.plan, finished.results)
                     self.requests.execute(effects, timed.started_at)
 

@@ -17,6 +17,8 @@ from services.cli.terminal import out
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m)?")
 _UNIT_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, None: 1.0}
 SHORTEST_SECONDS = 0.1
+MANY = 1e7
+"""From here on a number is shortened."""
 
 Ask = Callable[[], Awaitable[StatusReport]]
 Tell = Callable[[str], None]
@@ -58,7 +60,7 @@ async def monitor(
             tell(f"# by layer: {BY_LAYER_NOTE}")
     loop = asyncio.get_running_loop()
     due = loop.time()
-    if metric.span is not None:
+    if metric.has_beginning:
         meter.take(await ask())
         due += seconds
     while options.count is None or told < options.count:
@@ -85,11 +87,14 @@ def parse_duration(text: str) -> float:
 def _line(at: datetime, metric: Metric, reading: Reading, *, has_layers: bool) -> str:
     layers = "  all layers" if has_layers else ""
     value = "-" if reading.value is None else _number(metric, reading.value)
-    return f"{at:%H:%M:%S}  {reading.worker_id:<12}  {reading.role:<8}{layers}  {value}"
+    who = "all" if reading.worker_id is None else reading.worker_id
+    return f"{at:%H:%M:%S}  {who:<12}  {reading.role:<8}{layers}  {value}"
 
 
 def _number(metric: Metric, value: float) -> str:
-    return f"{value:.0f} {metric.unit}" if metric.unit else f"{value:.3f}"
+    if not metric.unit:
+        return f"{value:.3f}"
+    return f"{value:.0f} {metric.unit}" if value < MANY else f"{value:.3e} {metric.unit}"
 
 
 def _json(at: datetime, metric: Metric, reading: Reading) -> str:

@@ -4,8 +4,9 @@ Names are those of the papers' field (storage, compute and memory groups). Only 
 here: a metric without a number of its own has no place in the table.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from types import MappingProxyType
 
 from common.errors import ConfigError
@@ -17,25 +18,35 @@ BY_LAYER_NOTE = "a block holds all layers: a hit is a hit of every layer, a miss
 
 _State = Callable[[KVCounts, WorkerLoad], float]
 _Span = Callable[[WorkerTotals, WorkerTotals], float | None]
+_Pairs = Sequence[tuple[WorkerTotals, WorkerTotals]]
+_Across = Callable[[_Pairs], float | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One metric: of a moment (``state``) or of the time between two heartbeats (``span``)."""
+    """One metric: of a moment (``state``), of the time between two heartbeats (``span``), or of
+    such times of all workers of a role together (``across``).
+    """
 
     name: str
     meaning: str
     state: _State | None = None
     span: _Span | None = None
+    across: _Across | None = None
     unit: str = ""
     has_layers: bool = False
+
+    @property
+    def has_beginning(self) -> bool:
+        """Whether it takes two reports to tell a value."""
+        return self.state is None
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A worker's value; None where there is nothing to tell."""
+    """A value, None where there is nothing to tell: a worker's, or with no id its role's."""
 
-    worker_id: WorkerId
+    worker_id: WorkerId | None
     role: str
     value: float | None
 
@@ -69,6 +80,27 @@ def _hits(before: WorkerTotals, now: WorkerTotals) -> float | None:
     return (now.prefix_hit_tokens - before.prefix_hit_tokens) / asked if asked else None
 
 
+def _flops(before: WorkerTotals, now: WorkerTotals) -> float:
+    return (now.model_flops - before.model_flops) / _seconds(before, now)
+
+
+def _busy_flops(before: WorkerTotals, now: WorkerTotals) -> float | None:
+    busy = now.step_seconds - before.step_seconds
+    return (now.model_flops - before.model_flops) / busy if busy > 0 else None
+
+
+def _bubble(pairs: _Pairs) -> float | None:
+    """Return max - mean of the attention time; spans that differ a little count as their mean."""
+    spans = [_seconds(before, now) for before, now in pairs]
+    shares = [
+        (now.attention_seconds - before.attention_seconds) / span
+        for (before, now), span in zip(pairs, spans, strict=True)
+    ]
+    if not any(shares):
+        return None
+    return (max(shares) - fmean(shares)) * fmean(spans)
+
+
 _METRICS = (
     Metric("snic_utilization", "share of time in which the store is read", span=_snic),
     Metric("read_queue_length", "tokens to be read from the store", state=_read_queue, unit="tok"),
@@ -77,6 +109,20 @@ _METRICS = (
         "share of prompt tokens whose KV was there when their prefill began",
         span=_hits,
         has_layers=True,
+    ),
+    Metric(
+        "attention_bubble_time",
+        "max - mean of the seconds of attention over prompts, of a role's workers, as estimated",
+        across=_bubble,
+    ),
+    Metric(
+        "flops_achieved", "the model's operations, by all of the time", span=_flops, unit="FLOP/s"
+    ),
+    Metric(
+        "flops_achieved_busy",
+        "the model's operations, by the time in engine steps",
+        span=_busy_flops,
+        unit="FLOP/s",
     ),
     Metric("gpu_utilization", "share of time in engine steps, on a CPU too", span=_steps),
     Metric("hbm_usage", "share of the KV pool that requests and transfers hold", state=_usage),
@@ -109,11 +155,15 @@ class Meter:
         """Return a reading of every worker of the report.
 
         A span's begins with the report before; a worker that was not in that one has no value, nor
-        has one that has told nothing since.
+        has one that has told nothing since. Of a metric across workers there is one reading of
+        every role, of those that have told.
         """
-        readings = [
-            Reading(worker.id, worker.role, self._value(worker)) for worker in report.workers
-        ]
+        if self._metric.across is not None:
+            readings = self._across(report, self._metric.across)
+        else:
+            readings = [
+                Reading(worker.id, worker.role, self._value(worker)) for worker in report.workers
+            ]
         self._before = {
             (worker.id, worker.epoch): worker.totals
             for worker in report.workers
@@ -127,7 +177,19 @@ class Meter:
                 return None
             return self._metric.state(worker.kv, worker.load)
         assert self._metric.span is not None, "a metric is of a moment or of a span"
+        pair = self._pair(worker)
+        return None if pair is None else self._metric.span(*pair)
+
+    def _across(self, report: StatusReport, across: _Across) -> list[Reading]:
+        told: dict[str, list[tuple[WorkerTotals, WorkerTotals]]] = {}
+        for worker in report.workers:
+            pairs = told.setdefault(worker.role, [])
+            if (pair := self._pair(worker)) is not None:
+                pairs.append(pair)
+        return [Reading(None, role, across(pairs)) for role, pairs in told.items()]
+
+    def _pair(self, worker: WorkerStatus) -> tuple[WorkerTotals, WorkerTotals] | None:
         before, now = self._before.get((worker.id, worker.epoch)), worker.totals
         if before is None or now is None or now.at_seconds <= before.at_seconds:
             return None
-        return self._metric.span(before, now)
+        return before, now

@@ -19,6 +19,7 @@ from common.messages.control import ControllerToWorker, WorkerHello, WorkerToCon
 from common.messages.fields import ExportedPool, PeerInfo, Role
 from common.messages.handoff import DecodeToPrefill, PrefillToDecode
 from common.messages.tokens import WorkerToGateway
+from common.models.config import ModelConfig
 from common.scheduler.local import LocalScheduler
 from common.scheduler.steps import SchedulerLimits
 from common.scheduler.swap import SwapSpace
@@ -93,6 +94,8 @@ class WorkerOptions:
     """Of the host tier before the store; 0 for none."""
     num_buffer_blocks: int = 0
     """Of the buffer between store and pool; 0 for none."""
+    model: ModelConfig | None = None
+    """Whose operations are counted, whatever is computed."""
 
 
 class RunningWorker:
@@ -158,6 +161,7 @@ class RunningWorker:
                 compactor=Compactor(self.blocks, own_pool, LAYOUT.block_bytes)
                 if options.is_compacting
                 else None,
+                model=options.model,
             )
         )
 

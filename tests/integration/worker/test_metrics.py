@@ -1,5 +1,6 @@
 """Real workers move every one of their metrics; what moves each is said by its test."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -8,9 +9,12 @@ from prometheus_client import CollectorRegistry
 from common.errors import ErrorCode
 from common.messages.control import DecodeRefused, PrefillRefused, RequestFinished
 from common.messages.fields import Role
+from common.models.config import ModelConfig
+from common.models.flops import step_flops
 from common.sampling import SamplingParams
 from common.telemetry.metrics import WorkerMetrics
 from tests.support.running_worker import LAYOUT, RunningWorker, WorkerOptions
+from tests.support.tiny_models import save_tiny_model
 from tests.support.worker_harness import Harness, harness
 
 PROMPT = tuple(range(100, 161))
@@ -70,6 +74,36 @@ async def test_what_a_quota_of_compute_predicts_is_compared_with_what_steps_take
         # The first chunk of 32 tokens is learnt from, then a block is computed at a time.
         assert value(prefill, "engine_step_tokens_count") == 1 + -(-(len(PROMPT) - 32) // 8)
         assert value(prefill, "compute_quota_error_ratio") > 0
+
+
+async def test_operations_and_attention_of_the_steps_that_ran_are_counted_on_both_sides(
+    tmp_path: Path,
+) -> None:
+    save_tiny_model("llama", tmp_path / "model")
+    model = ModelConfig.load(tmp_path / "model")
+    options = WorkerOptions(model=model)
+    async with harness(tmp_path) as cluster:
+        prefill, decode = await cluster.pair(prefill=options, decode=options)
+        await run(cluster, "r")
+        chunks = [_Row(0, 32, is_last=False), _Row(32, len(PROMPT) - 32, is_last=True)]
+        assert value(prefill, "model_flops_total") == step_flops(model, chunks)
+        decodes = [
+            _Row(start, 1, is_last=True)
+            for start in range(len(PROMPT), len(PROMPT) + GREEDY.max_tokens - 1)
+        ]
+        assert value(decode, "model_flops_total") == step_flops(model, decodes)
+        assert value(prefill, "attention_seconds_total") > 0
+        assert value(decode, "attention_seconds_total") == 0
+        totals = prefill.hybrid.heartbeat().totals
+        assert totals.model_flops == step_flops(model, chunks)
+        assert totals.attention_seconds == value(prefill, "attention_seconds_total")
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    start: int
+    num_tokens: int
+    is_last: bool
 
 
 async def test_a_repeated_prompt_hits_the_prefix_cache(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from common.messages.fields import KVCounts, Mode, Role, WorkerLoad, WorkerState
 from services.cli import monitor as monitor_module
 from services.cli.main import app, monitor_main
 from services.cli.monitor import MonitorOptions, monitor, parse_duration
-from services.cli.monitored import METRICS, Meter, find_metric
+from services.cli.monitored import METRICS, Meter, Reading, find_metric
 
 KV = KVCounts(total=20, free=10, referenced=4, cached=5, in_transfer=1, largest_free_run=8)
 LOAD = WorkerLoad(
@@ -35,6 +35,8 @@ FIRST = WorkerTotals(
     prefix_query_tokens=1000,
     prefix_hit_tokens=500,
     read_seconds=3.0,
+    attention_seconds=1.0,
+    model_flops=1e12,
 )
 SECOND = WorkerTotals(
     at_seconds=102.0,
@@ -42,6 +44,8 @@ SECOND = WorkerTotals(
     prefix_query_tokens=1400,
     prefix_hit_tokens=800,
     read_seconds=3.5,
+    attention_seconds=1.6,
+    model_flops=5e12,
 )
 
 
@@ -86,6 +90,8 @@ def report(*workers: WorkerStatus) -> StatusReport:
         ("read_queue_length", 1280.0),
         ("cache_hit_ratio", 0.75),
         ("gpu_utilization", 0.5),
+        ("flops_achieved", 2e12),
+        ("flops_achieved_busy", 4e12),
         ("hbm_usage", 0.25),
         ("fragmentation_score", 0.2),
     ],
@@ -98,9 +104,10 @@ def test_a_metric_is_what_two_heartbeats_tell(name: str, value: float) -> None:
     assert (reading.worker_id, reading.role) == ("prefill-0", "prefill")
 
 
-def test_every_metric_is_tested_and_is_of_a_moment_or_a_span() -> None:
-    assert len(METRICS) == 6
-    assert all((m.state is None) is not (m.span is None) for m in METRICS.values())
+def test_every_metric_is_tested_and_is_of_one_kind() -> None:
+    assert len(METRICS) == 9
+    kinds = [(m.state, m.span, m.across) for m in METRICS.values()]
+    assert all(sum(kind is not None for kind in of) == 1 for of in kinds)
 
 
 @pytest.mark.parametrize(
@@ -134,13 +141,58 @@ def test_a_worker_that_told_nothing_has_no_value() -> None:
     assert Meter(METRICS["hbm_usage"]).take(report(worker(None)))[0].value is None
 
 
-@pytest.mark.parametrize("name", ["attention_bubble_time", "hbm", ""])
+def test_a_span_without_steps_has_no_operations_by_busy_time() -> None:
+    meter = Meter(METRICS["flops_achieved_busy"])
+    meter.take(report(worker(FIRST)))
+    idle = replace(FIRST, at_seconds=103.0)
+    assert meter.take(report(worker(idle)))[0].value is None
+
+
+def attended(seconds: float, until: float = 102.0) -> WorkerTotals:
+    """Totals of a worker that attended so long since ``FIRST``."""
+    return replace(FIRST, at_seconds=until, attention_seconds=1.0 + seconds)
+
+
+def bubbles(*now: WorkerStatus, before: Sequence[WorkerStatus]) -> list[Reading]:
+    meter = Meter(METRICS["attention_bubble_time"])
+    meter.take(report(*before))
+    return meter.take(report(*now))
+
+
+def test_the_bubble_is_the_longest_less_the_mean_of_a_roles_workers() -> None:
+    names = ("p0", "p1", "p2", "d0")
+    before = [worker(FIRST, name) for name in names]
+    now = [
+        worker(attended(seconds), name)
+        for name, seconds in zip(names, (0.9, 0.3, 0.0, 0.0), strict=True)
+    ]
+    before[3], now[3] = (replace(one, role=Role.DECODE) for one in (before[3], now[3]))
+    assert bubbles(*now, before=before) == [
+        Reading(None, "prefill", pytest.approx(0.5)),
+        Reading(None, "decode", None),
+    ]
+
+
+def test_heartbeats_that_are_not_of_the_same_moment_make_no_bubble() -> None:
+    before = [worker(FIRST, "p0"), worker(FIRST, "p1")]
+    now = [worker(attended(0.4, until=102.0), "p0"), worker(attended(0.8, until=104.0), "p1")]
+    assert [one.value for one in bubbles(*now, before=before)] == [pytest.approx(0.0)]
+
+
+def test_workers_that_have_told_nothing_have_no_part_in_a_bubble() -> None:
+    before = [worker(FIRST, "p0"), worker(FIRST, "p1"), worker(None, "p2")]
+    now = [worker(attended(0.6), "p0"), worker(FIRST, "p1"), worker(SECOND, "p2")]
+    assert [one.value for one in bubbles(*now, before=before)] == [pytest.approx(0.0)]
+
+
+@pytest.mark.parametrize("name", ["hbm", ""])
 def test_an_unknown_metric_is_refused_with_those_that_exist(name: str) -> None:
     with pytest.raises(ConfigError) as refused:
         find_metric(name, by_layer=False)
     assert str(refused.value) == (
         f"--metric {name}: there is none such; there are snic_utilization, read_queue_length, "
-        "cache_hit_ratio, gpu_utilization, hbm_usage, fragmentation_score"
+        "cache_hit_ratio, attention_bubble_time, flops_achieved, flops_achieved_busy, "
+        "gpu_utilization, hbm_usage, fragmentation_score"
     )
 
 
@@ -186,6 +238,18 @@ async def test_a_span_is_told_after_the_first_interval() -> None:
         MonitorOptions("snic_utilization", count=1), [report(worker(FIRST)), report(worker(SECOND))]
     )
     assert lines[1:] == ["12:00:00  prefill-0     prefill   0.250"]
+
+
+async def test_a_roles_line_names_no_worker_and_large_numbers_are_short() -> None:
+    reports = [report(worker(FIRST)), report(worker(SECOND))]
+    lines = await streamed(MonitorOptions("attention_bubble_time", count=1), reports)
+    assert lines[1:] == ["12:00:00  all           prefill   0.000"]
+    (line,) = await streamed(
+        MonitorOptions("attention_bubble_time", count=1, as_json=True), reports
+    )
+    assert json.loads(line)["worker"] is None
+    lines = await streamed(MonitorOptions("flops_achieved", count=1), reports)
+    assert lines[1:] == ["12:00:00  prefill-0     prefill   2.000e+12 FLOP/s"]
 
 
 async def test_layers_of_whole_blocks_are_told_to_be_alike() -> None:

@@ -56,6 +56,23 @@ def test_without_a_quota_tokens_alone_bound_a_step() -> None:
     assert bench.scheduler.quota_error == 0
 
 
+def test_attention_is_the_part_of_a_prompts_time_that_grows_with_what_it_attends_to() -> None:
+    bench = Bench(budget=256, num_blocks=800)
+    bench.add(new_request("a", prompt(40), max_tokens=3))
+    plan, _ = bench.plan()
+    assert plan is not None
+    assert bench.scheduler.attention_seconds(plan) == 0, "nothing was measured yet"
+    bench.finish(plan)
+    run(bench)
+    for kind in (50, 60, 70):
+        learn(bench, kind)
+    assert bench.scheduler.attention_seconds(plan) == pytest.approx(PAIR * 40 * 20, rel=0.1)
+    bench.add(new_request("b", prompt(8, 1), max_tokens=3))
+    decode = run(bench)[-1]
+    assert decode.rows[0].is_decode
+    assert bench.scheduler.attention_seconds(decode) == 0
+
+
 def test_the_first_step_is_bounded_by_tokens_and_later_ones_by_their_time() -> None:
     bench = Bench(budget=64, num_blocks=400, quota_seconds=0.02)
     bench.add(new_request("a", prompt(200), max_tokens=1))
