@@ -27,6 +27,14 @@ class SchedulingSettings(BaseModel):
         "computing, and 3 s of reads before other hosts are preferred; small half of it, large "
         "twice; adaptive moves between them as links and workers are used.",
     )
+    hot_replicas: int = Field(
+        0,
+        ge=0,
+        le=256,
+        description="Workers for prompts that are to hold a prefix in much use: idle ones get it "
+        "copied before a request needs it there, under the policies flowkv, dualpath and "
+        "prefix_aware; 0 copies none ahead of need.",
+    )
     roles: Literal["auto", "manual"] = Field(
         "auto",
         description="Whether load may let workers do the other role's work and change roles, or "

@@ -192,7 +192,8 @@ class CopyPrefix:
     """Controller → a worker that holds a prefix: write its blocks into the pool of ``target``.
 
     One raw frame: the prefix's token ids, int32 little-endian, whole blocks. The target takes what
-    it lacks, and computes what does not come in time: no answer.
+    it lacks, and computes what does not come in time: no answer. Ahead of need the id is no
+    request's, and nobody waits.
     """
 
     request_id: RequestId

@@ -59,6 +59,7 @@ from services.controller.policy.estimates import Objectives
 from services.controller.policy.policies import make_policy
 from services.controller.prefixes import Prefixes
 from services.controller.registry import Registry
+from services.controller.replicas import Replicas
 from services.controller.request_book import RequestBook
 from services.controller.roles import Roles
 from services.controller.standing_orders import NO_ORDERS, KeptOrders, StandingOrders
@@ -103,6 +104,7 @@ class ControllerCore:
         self._decode_placer = DecodePlacer(self.members, self.book, limits)
         self._lifecycle = RequestLifecycle(self.book, limits, self.members)
         self._migrations = Migrations(self.members, self.book)
+        self._replicas = Replicas(self.members, self.prefixes, limits.hot_replicas)
         self._registry = Registry(self.members, self._lifecycle, self.roles, self.prefixes, limits)
         self._heartbeats = Heartbeats(self.members, self.roles, self.prefixes, now)
         self._admin_orders = AdminOrders(self.members, self.roles, self.elasticity, self._orders)
@@ -153,6 +155,7 @@ class ControllerCore:
         """Check every sum of the state. Raises AssertionError: a bug of ours."""
         self.members.validate()
         self.book.validate()
+        self._replicas.validate()
         for record in self.book.requests.values():
             is_orphan = record.gateway not in self.members.gateways
             assert not is_orphan or record.cancelled_at is not None, record.request_id
@@ -243,7 +246,8 @@ class ControllerCore:
             case MigrationFailed():
                 return self._lifecycle.migration_failed(key, message, cause, now)
             case PrefixNotCopied():
-                return self._lifecycle.prefix_not_copied(key, message, cause, now)
+                effects = self._replicas.not_copied(key, message, cause)
+                return effects or self._lifecycle.prefix_not_copied(key, message, cause, now)
             case RequestFinished():
                 effects = self._lifecycle.finished(key, message, cause, now)
                 return [*effects, *self._place_waiting(cause, now)]
@@ -268,7 +272,9 @@ class ControllerCore:
                 gateway.is_draining = message.is_draining
                 return [Send(key, self._cluster_state(now), cause)]
             case SubmitRequest():
-                return self._dispatcher.submit(gateway, message, payload, cause, now)
+                effects = self._dispatcher.submit(gateway, message, payload, cause, now)
+                self._replicas.submitted(self.book.requests.get(message.request_id), now)
+                return effects
             case CancelRequest() if message.request_id not in self.book.requests:
                 return self._cancel_everywhere(message, cause)
             case CancelRequest():
@@ -359,6 +365,7 @@ class ControllerCore:
             self._round_at = now
             effects += self.elasticity.take_round(cause, now)
             effects += self._migrations.take_round(cause, now)
+            effects += self._replicas.take_round(cause, now)
             if self._adaptation is not None:
                 effects += self._adaptation.take_round(cause, now)
         return [*effects, *self._place_waiting(cause, now)]

@@ -15,6 +15,7 @@ class ControllerLimits:
     queued, too, while no ready workers could serve it. ``ttft_seconds`` and ``tpot_seconds`` are
     what load is measured against. ``store_read`` says which sides read from the store,
     ``store_load`` whether that is weighed, ``dualpath_preset`` how far ahead ``dualpath`` looks.
+    ``hot_replicas`` workers are to hold a prefix in much use; 0 copies none ahead of need.
     """
 
     heartbeat_seconds: float = 0.2
@@ -34,6 +35,7 @@ class ControllerLimits:
     store_read: Literal["dual", "prefill", "decode"] = "dual"
     store_load: Literal["auto", "always"] = "auto"
     dualpath_preset: Literal["small", "medium", "large", "adaptive"] = "medium"
+    hot_replicas: int = 0
 
     @property
     def settle_seconds(self) -> float:
@@ -55,4 +57,5 @@ class ControllerLimits:
             store_read=settings.store_read,
             store_load=settings.store_load,
             dualpath_preset=settings.dualpath_preset,
+            hot_replicas=settings.hot_replicas,
         )

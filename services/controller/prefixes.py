@@ -23,7 +23,7 @@ class Prefixes:
     def __init__(self, members: Members, *, is_used: bool) -> None:
         self.index = PrefixIndex()
         self._members = members
-        self._is_used = is_used
+        self.is_used = is_used
         self._chains: dict[tuple[int, str], PrefixCache] = {}
         self._asked_at: dict[PeerKey, float] = {}
 
@@ -41,7 +41,7 @@ class Prefixes:
         """
         if len(payload) != 2:
             raise RemoteProtocolError(f"{worker.key[0]}: index events in {len(payload)} frames")
-        if not self._is_used:
+        if not self.is_used:
             return []
         added, removed = payload
         is_taken = self.index.apply(
@@ -59,7 +59,7 @@ class Prefixes:
 
     def check(self, worker: WorkerRecord, sequence: int, cause: str, now: float) -> list[Effect]:
         """Find a gap by the number of the last batch that a heartbeat says was sent."""
-        if not self._is_used or sequence <= self.index.sequence_of(_incarnation(worker.key)):
+        if not self.is_used or sequence <= self.index.sequence_of(_incarnation(worker.key)):
             return []
         return self._ask(worker, sequence, cause, now)
 
@@ -73,7 +73,7 @@ class Prefixes:
 
         Empty where no policy reads prefixes, unless ``is_needed``.
         """
-        if not (self._is_used or is_needed) or not self._members.workers:
+        if not (self.is_used or is_needed) or not self._members.workers:
             return ()
         hello = next(iter(self._members.workers.values())).hello
         salt = (hello.block_size, hello.model_fingerprint)

@@ -202,6 +202,8 @@ class ControllerServer:
                 self.metrics.role_switches.inc()
             case "migration_started" | "migration_failed":
                 self.metrics.migrations.labels(note.event.removeprefix("migration_")).inc()
+            case "replica_ordered" | "replica_held" | "replica_failed":
+                self.metrics.replicas.labels(note.event.removeprefix("replica_")).inc()
             case "worker_asked_for" | "worker_stopped":
                 self.metrics.scale_events.labels(note.event.removeprefix("worker_")).inc()
             case _:
