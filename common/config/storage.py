@@ -32,6 +32,12 @@ class StorageSettings(BaseModel):
     store_writes: bool = Field(
         default=True, description="Whether computed blocks are written to the store."
     )
+    store_codec: Literal["none", "fp8"] = Field(
+        "none",
+        description="How KV is kept in the store: none, as the pool has it, or fp8, in half or a "
+        "quarter of the bytes, which loses digits: answers can differ from those without a store. "
+        "Blocks of one codec are not found with another.",
+    )
     store_preload: str = Field(
         "",
         description="File of prompts (JSON lines with tokens, as /tokenize answers) that each "

@@ -2,7 +2,7 @@
 
 Little-endian, texts padded with zeros::
 
-    0    magic, 8 bytes          | 8    format version, u32   | 12   zero, u32
+    0    magic, 8 bytes          | 8    format version, u32   | 12   codec, u32: 0 none, 1 fp8
     16   payload bytes, u64      | 24   model fingerprint, 32 | 56   layout fingerprint, 32
     88   dtype, 16               | 104  tenant, 16            | 120  own hash, 16
     136  hash of the block before, 16; zeros where there is none
@@ -16,10 +16,11 @@ import struct
 
 from common.errors import ConfigError
 from common.kv.prefix_cache import HASH_BYTES
-from common.storage.interface import StoreIdentity
+from common.storage.interface import NO_CODEC, StoreIdentity
 
 MAGIC = b"FLOWPKVB"
 VERSION = 1
+CODECS = {NO_CODEC: 0, "fp8": 1}
 NO_HASH = bytes(HASH_BYTES)
 _PREFIX = struct.Struct("<8sIIQ32s32s16s16s")
 HEADER_BYTES = _PREFIX.size + 2 * HASH_BYTES
@@ -37,10 +38,12 @@ class HeaderCodec:
         for name, (text, size) in texts.items():
             if not text or not text.isascii() or len(text) > size:
                 raise ConfigError(f"a store's {name} has 1 to {size} ASCII characters: {text!r}")
+        if identity.codec not in CODECS:
+            raise ConfigError(f"there is no store codec {identity.codec!r}")
         self._prefix = _PREFIX.pack(
             MAGIC,
             VERSION,
-            0,
+            CODECS[identity.codec],
             identity.block_bytes,
             identity.model_fingerprint.encode(),
             identity.layout_fingerprint.encode(),

@@ -16,12 +16,16 @@ Memory = Buffer
 """Contiguous bytes: ``memoryview``, ``mmap``, ``bytearray``."""
 
 
+NO_CODEC = "none"
+
+
 @dataclass(frozen=True, slots=True)
 class StoreIdentity:
     """What a block's bytes depend on besides its tokens: two stores share only equal ones.
 
     ``block_bytes`` is the payload of one block, a multiple of 4096; ``tenant_salt`` keeps tenants'
-    blocks apart.
+    blocks apart. ``codec`` is how the payload was made of the pool's bytes, ``none`` where it is
+    those.
     """
 
     model_fingerprint: str
@@ -29,6 +33,7 @@ class StoreIdentity:
     dtype: str
     block_bytes: int
     tenant_salt: str = ""
+    codec: str = NO_CODEC
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +65,8 @@ class StoreStats:
     num_dropped_orphans: int = 0
     """Offered without the block before them being stored: nobody could find them."""
     num_write_errors: int = 0
+    num_unencodable: int = 0
+    """Offered with numbers that the store's codec has no place for."""
     num_evicted: int = 0
     tier_bytes: int = 0
     """In the tier of host memory before the store, where there is one."""

@@ -35,8 +35,9 @@ class StoreMetrics:
         self.blocks = Counter(
             "flowpath_store_blocks",
             "Blocks asked of the store (hit, miss, damaged, read_error), offered to it (written, "
-            "known, dropped_full, dropped_orphan, write_error) or evicted from it, and those of "
-            "the host tier (tier_hit, tier_evicted, tier_refused), by what became of them.",
+            "known, dropped_full, dropped_orphan, write_error, unencodable) or evicted from it, "
+            "and those of the host tier (tier_hit, tier_evicted, tier_refused), by what became of "
+            "them.",
             ("event",),
             registry=registry,
         )
@@ -65,5 +66,31 @@ class StoreMetrics:
         self.buffer_wait_seconds = Counter(
             "flowpath_store_buffer_wait_seconds",
             "Time for which reads and writes of the store waited for room in the buffer.",
+            registry=registry,
+        )
+        self.codec_bytes = Counter(
+            "flowpath_store_codec_bytes",
+            "KV bytes, as the pool has them, that were encoded for the store (encoded) or came "
+            "from it and were decoded (decoded).",
+            ("way",),
+            registry=registry,
+        )
+        self.codec_seconds = Counter(
+            "flowpath_store_codec_seconds",
+            "Time in which blocks were encoded or decoded.",
+            ("way",),
+            registry=registry,
+        )
+        self.codec_ratio = Gauge(
+            "flowpath_store_codec_ratio",
+            "Bytes of a block in the pool by its bytes in the store, scales and padding included.",
+            registry=registry,
+        )
+        self.codec_error = Gauge(
+            "flowpath_store_codec_error",
+            "How far encoded blocks were from what was encoded, of every eighth: root mean square "
+            "of the differences by that of the numbers, of a block in the mean (rms) and of the "
+            "worst (worst_rms); greatest difference by the greatest number of a block (worst).",
+            ("kind",),
             registry=registry,
         )

@@ -10,6 +10,7 @@ import structlog
 
 from common.cuda.driver import CudaError
 from common.kv.blocks import PublishedBlocks
+from common.storage.codec_stage import CodecStats
 from common.storage.interface import StoreStats
 from common.storage.linked_store import LinkedStore
 from common.traffic.shared_link import LinkStats, SharedLink
@@ -23,7 +24,8 @@ log = structlog.get_logger()
 class StoreRead:
     """So many leading blocks were there, whole; all together took ``seconds``.
 
-    ``num_from_storage`` of them came from storage, in ``storage_seconds``; others were in the tier.
+    ``num_from_storage`` of them came from storage, in ``storage_seconds``, until they were decoded;
+    others were in the tier.
     """
 
     num_blocks: int
@@ -52,6 +54,11 @@ class StoreAccess:
     def block_bytes(self) -> int:
         """Bytes of one block."""
         return self._store.block_bytes
+
+    @property
+    def stored_block_bytes(self) -> int:
+        """Bytes that storage moves for one block."""
+        return self._store.stored_block_bytes
 
     @property
     def buffer_bytes(self) -> int:
@@ -99,6 +106,10 @@ class StoreAccess:
         """Return what has passed the buffer since it was made; zeros without one."""
         return self._store.buffer_stats()
 
+    def codec_stats(self) -> CodecStats:
+        """Return what was encoded and decoded since the store was opened; zeros without a codec."""
+        return self._store.codec_stats()
+
     def close(self) -> None:
         """Wait for what is under way; nothing reads or writes the pool afterwards."""
         self._link.lift()
@@ -110,7 +121,7 @@ class StoreAccess:
         self, hashes: Sequence[bytes], block_ids: Sequence[int], previous: bytes | None
     ) -> StoreRead:
         linked = self._linked
-        num_before, seconds_before = linked.num_read, linked.read_seconds
+        num_before, seconds_before = linked.num_read, self._storage_seconds()
         started = perf_counter()
         try:
             num_blocks = self._path.read(hashes, block_ids, previous)
@@ -122,8 +133,11 @@ class StoreAccess:
             num_blocks=num_blocks,
             seconds=perf_counter() - started,
             num_from_storage=linked.num_read - num_before,
-            storage_seconds=linked.read_seconds - seconds_before,
+            storage_seconds=self._storage_seconds() - seconds_before,
         )
+
+    def _storage_seconds(self) -> float:
+        return self._linked.read_seconds + self._store.codec_stats().decode_seconds
 
     def _write(self, held: PublishedBlocks) -> int:
         try:

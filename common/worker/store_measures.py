@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from common.storage.codec_stage import CodecStats
 from common.storage.interface import StoreStats
 from common.telemetry.store_metrics import StoreMetrics
 from common.traffic.shared_link import LinkStats
@@ -12,14 +13,22 @@ class StoreMeter:
     """Moves the metrics by what was counted since it was made, or since it was last told."""
 
     def __init__(
-        self, metrics: StoreMetrics, stats: StoreStats, link: LinkStats, buffer: BufferStats
+        self,
+        metrics: StoreMetrics,
+        stats: StoreStats,
+        link: LinkStats,
+        buffer: BufferStats,
+        codec: CodecStats,
     ) -> None:
         self._metrics = metrics
         self._stats = stats
         self._link = link
         self._buffer = buffer
+        self._codec = codec
 
-    def take(self, stats: StoreStats, link: LinkStats, buffer: BufferStats) -> None:
+    def take(
+        self, stats: StoreStats, link: LinkStats, buffer: BufferStats, codec: CodecStats
+    ) -> None:
         """Take the counts of now."""
         metrics, before = self._metrics, self._stats
         metrics.stored_bytes.set(stats.stored_bytes)
@@ -34,7 +43,21 @@ class StoreMeter:
         for (way, count), (_, earlier) in zip(_ways(buffer), _ways(self._buffer), strict=True):
             metrics.buffer_bytes.labels(way).inc(count - earlier)
         metrics.buffer_wait_seconds.inc(buffer.wait_seconds - self._buffer.wait_seconds)
+        self._take_codec(codec)
         self._stats, self._link, self._buffer = stats, link, buffer
+
+    def _take_codec(self, codec: CodecStats) -> None:
+        metrics, before = self._metrics, self._codec
+        moved, seconds = metrics.codec_bytes, metrics.codec_seconds
+        moved.labels("encoded").inc(codec.encoded_bytes - before.encoded_bytes)
+        moved.labels("decoded").inc(codec.decoded_bytes - before.decoded_bytes)
+        seconds.labels("encoded").inc(codec.encode_seconds - before.encode_seconds)
+        seconds.labels("decoded").inc(codec.decode_seconds - before.decode_seconds)
+        metrics.codec_ratio.set(codec.ratio)
+        metrics.codec_error.labels("rms").set(codec.rms_error)
+        metrics.codec_error.labels("worst_rms").set(codec.worst_rms_error)
+        metrics.codec_error.labels("worst").set(codec.worst_error)
+        self._codec = codec
 
 
 def _events(stats: StoreStats) -> Iterator[tuple[str, int]]:
@@ -47,6 +70,7 @@ def _events(stats: StoreStats) -> Iterator[tuple[str, int]]:
     yield "dropped_full", stats.num_dropped_full
     yield "dropped_orphan", stats.num_dropped_orphans
     yield "write_error", stats.num_write_errors
+    yield "unencodable", stats.num_unencodable
     yield "evicted", stats.num_evicted
     yield "tier_hit", stats.num_tier_hits
     yield "tier_evicted", stats.num_tier_evicted

@@ -6,9 +6,12 @@ from contextlib import ExitStack, closing, contextmanager
 from common.config.settings import Settings
 from common.errors import ConfigError
 from common.kv.device_pool import DevicePool
+from common.kv.layout import KVLayout
 from common.kv.pool import KVPool
+from common.storage.codec_fp8 import FP8, Fp8Codec
+from common.storage.codec_stage import CodecStage
 from common.storage.host_tier import HostTier
-from common.storage.interface import StoreIdentity
+from common.storage.interface import NO_CODEC, StoreIdentity
 from common.storage.open_store import open_store
 from common.worker.machine import Machine
 from common.worker.pool_copies import HostMemory
@@ -38,11 +41,13 @@ def open_worker_store(settings: Settings, machine: Machine) -> WorkerStore:
             f"--store {settings.store}: a store is for workers whose pool is in one piece, and"
             f" this one's is a {type(pool).__name__}; --store none serves without a store"
         )
+    stage = _open_stage(settings.store_codec, layout)
     identity = StoreIdentity(
         model_fingerprint=machine.model_fingerprint,
         layout_fingerprint=layout.fingerprint(),
         dtype=layout.element_dtype,
-        block_bytes=layout.block_bytes,
+        block_bytes=layout.block_bytes if stage is None else stage.codec.encoded_bytes,
+        codec=settings.store_codec,
     )
     with ExitStack() as undo:
         tier = _open_tier(settings.host_tier_bytes, pool)
@@ -56,9 +61,22 @@ def open_worker_store(settings: Settings, machine: Machine) -> WorkerStore:
         except ConfigError as error:
             raise ConfigError(f"{error}; --store none serves without a store") from error
         undo.pop_all()
-    opened = WorkerStore(store, pool, tier, buffer)
+    opened = WorkerStore(store, pool, tier, buffer, stage)
     store.register([opened.read_memory])
     return opened
+
+
+def _open_stage(codec: str, layout: KVLayout) -> CodecStage | None:
+    """Return what encodes and decodes; None where blocks are stored as they are."""
+    if codec == NO_CODEC:
+        return None
+    assert codec == FP8, f"there is no codec {codec}"
+    if layout.is_quantised:
+        raise ConfigError(
+            f"store_codec {codec}: the pool's KV is {layout.element_dtype} already (kv_cache_dtype)"
+            " and is stored as it is; leave store_codec at none"
+        )
+    return CodecStage(Fp8Codec(layout))
 
 
 def _open_tier(num_bytes: int, pool: KVPool | DevicePool) -> PlacedTier | None:

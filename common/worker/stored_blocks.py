@@ -47,13 +47,19 @@ class StoredBlocks:
         self.kept.attach(metrics)
         access = self._access
         self._meter = StoreMeter(
-            metrics, access.stats(), access.link_stats(), access.buffer_stats()
+            metrics,
+            access.stats(),
+            access.link_stats(),
+            access.buffer_stats(),
+            access.codec_stats(),
         )
 
     def measure(self) -> None:
         """Move the metrics by what the store and its link have counted since the last call."""
         access = self._access
-        self._meter.take(access.stats(), access.link_stats(), access.buffer_stats())
+        self._meter.take(
+            access.stats(), access.link_stats(), access.buffer_stats(), access.codec_stats()
+        )
 
     @property
     def is_busy(self) -> bool:

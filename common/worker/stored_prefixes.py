@@ -127,7 +127,7 @@ class StoredPrefixes:
         self._blocks.publish_hashed(owner, hashes[: first + num_read])
         self._blocks.release(owner)
         loaded = PrefixLoaded(
-            num_read * self._block_size, num_read * self._access.block_bytes, num_read, seconds
+            num_read * self._block_size, self._moved(num_read, num_from_storage), num_read, seconds
         )
         log.info(
             "prefix_loaded",
@@ -160,6 +160,12 @@ class StoredPrefixes:
             if start < end:
                 break
         return start - first, num_from_storage, total
+
+    def _moved(self, num_blocks: int, num_from_storage: int) -> int:
+        """Return the bytes that blocks had where they came from, the tier's being the pool's."""
+        num_stored = min(num_blocks, num_from_storage)
+        stored_bytes = num_stored * self._access.stored_block_bytes
+        return stored_bytes + (num_blocks - num_stored) * self._access.block_bytes
 
     def _learn(self, num_tokens: int, seconds: float) -> None:
         """Misses cost time and bring nothing: they say nothing of how fast blocks are read."""

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 
 from common.kv.device_pool import DevicePool
 from common.kv.pool import KVPool
+from common.storage.codec_stage import CodecStage, CodecStats
+from common.storage.codec_store import CodecStore
 from common.storage.interface import BlockStore, Memory, StoreStats
 from common.storage.linked_store import LinkedStore
 from common.storage.tiered_store import TieredStore
@@ -15,8 +17,8 @@ NEEDS_BUFFER = "a pool on a GPU needs a buffer"
 
 
 class WorkerStore:
-    """What outlives an incarnation of the store's use: the store, its tier, and its buffer,
-    without which storage reads into the pool's own memory.
+    """What outlives an incarnation of the store's use: the store, its codec, its tier, and its
+    buffer. Without codec and buffer storage reads into the pool's own memory.
     """
 
     def __init__(
@@ -25,18 +27,25 @@ class WorkerStore:
         pool: KVPool | DevicePool,
         tier: PlacedTier | None = None,
         buffer: StoreBuffer | None = None,
+        stage: CodecStage | None = None,
     ) -> None:
         self.storage = storage
-        """Without the tier: what other workers can find."""
+        """Without the tier: what other workers can find. Its blocks are as they are kept."""
         self._pool = pool
         self._tier = tier
         self._buffer = buffer
-        self._tiered = self._with_tier(storage)
+        self._stage = stage
+        self._tiered = self._with_tier(self._with_codec(storage))
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one block."""
         return self._pool.block_bytes
+
+    @property
+    def stored_block_bytes(self) -> int:
+        """Bytes that storage moves for one block."""
+        return self.storage.identity.block_bytes
 
     @property
     def buffer_bytes(self) -> int:
@@ -46,6 +55,8 @@ class WorkerStore:
     @property
     def read_memory(self) -> Memory:
         """The memory that storage reads into."""
+        if self._stage is not None:
+            return self._stage.read_memory
         if self._buffer is not None:
             return self._buffer.memory.buffer
         assert isinstance(self._pool, KVPool), NEEDS_BUFFER
@@ -57,11 +68,12 @@ class WorkerStore:
 
     def open_path(self, linked: LinkedStore) -> StorePath:
         """Return a way between pool and store, whose reads of storage go through ``linked``."""
+        storage = self._with_codec(linked)
         if self._buffer is not None:
             reads, writes = open_pool_copies(self._pool), open_pool_copies(self._pool)
-            return BufferedPath(linked, self._tier, self._buffer, reads, writes)
+            return BufferedPath(storage, self._tier, self._buffer, reads, writes)
         assert isinstance(self._pool, KVPool), NEEDS_BUFFER
-        return DirectPath(self._with_tier(linked), self._pool)
+        return DirectPath(self._with_tier(storage), self._pool)
 
     def stats(self) -> StoreStats:
         """Return what was counted since the store was opened."""
@@ -71,13 +83,22 @@ class WorkerStore:
         """Return what has passed the buffer; zeros without one."""
         return BufferStats() if self._buffer is None else self._buffer.stats()
 
+    def codec_stats(self) -> CodecStats:
+        """Return what was encoded and decoded; zeros without a codec."""
+        return CodecStats() if self._stage is None else self._stage.stats()
+
     def close(self) -> None:
         """Write what was taken, and let go of all memory; no path is in use any more."""
         self.storage.close()
+        if self._stage is not None:
+            self._stage.close()
         if self._buffer is not None:
             self._buffer.memory.close()
         if self._tier is not None:
             self._tier.memory.close()
+
+    def _with_codec(self, storage: BlockStore) -> BlockStore:
+        return storage if self._stage is None else CodecStore(storage, self._stage)
 
     def _with_tier(self, storage: BlockStore) -> BlockStore:
         return storage if self._tier is None else TieredStore(storage, self._tier.tier)

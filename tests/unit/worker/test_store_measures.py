@@ -4,6 +4,7 @@ from time import monotonic
 import pytest
 
 from common.scheduler.steps import StepPlan
+from common.storage.codec_stage import CodecStats
 from common.storage.interface import StoreStats
 from common.telemetry.metrics import WorkerMetrics
 from common.traffic.shared_link import LinkStats
@@ -14,6 +15,17 @@ from common.worker.store_measures import StoreMeter
 BEFORE = StoreStats(num_hits=7, read_bytes=70, num_written=3, written_bytes=30)
 LINK_BEFORE = LinkStats(kv_bytes=70, kv_wait_seconds=1.0, busy_seconds=2.0)
 
+CODEC_NOW = CodecStats(
+    ratio=1.9,
+    encoded_bytes=30,
+    decoded_bytes=20,
+    encode_seconds=3.0,
+    decode_seconds=4.0,
+    rms_error=0.02,
+    worst_rms_error=0.03,
+    worst_error=0.04,
+)
+
 
 def value(metrics: WorkerMetrics, name: str, **labels: str) -> float | None:
     return metrics.registry.get_sample_value(name, labels)
@@ -21,12 +33,14 @@ def value(metrics: WorkerMetrics, name: str, **labels: str) -> float | None:
 
 def test_metrics_move_by_what_was_counted_since_the_meter_began() -> None:
     metrics = WorkerMetrics()
-    meter = StoreMeter(metrics.store, BEFORE, LINK_BEFORE, BufferStats(1, 2, 3, 0.5))
+    meter = StoreMeter(
+        metrics.store, BEFORE, LINK_BEFORE, BufferStats(1, 2, 3, 0.5), CodecStats(decoded_bytes=5)
+    )
     now = replace(BEFORE, num_hits=9, read_bytes=90, num_written=4, written_bytes=40)
     now = replace(now, num_dropped_full=5, stored_bytes=400, queued_bytes=20, tier_bytes=50)
     for _ in range(2):  # the second time nothing has happened
         link = LinkStats(kv_bytes=90, kv_wait_seconds=1.5, busy_seconds=4.0)
-        meter.take(now, link, BufferStats(11, 22, 33, 2.0))
+        meter.take(now, link, BufferStats(11, 22, 33, 2.0), CODEC_NOW)
     assert value(metrics, "flowpath_store_blocks_total", event="hit") == 2
     assert value(metrics, "flowpath_store_blocks_total", event="written") == 1
     assert value(metrics, "flowpath_store_blocks_total", event="dropped_full") == 5
@@ -42,13 +56,20 @@ def test_metrics_move_by_what_was_counted_since_the_meter_began() -> None:
     passed = [value(metrics, "flowpath_store_buffer_bytes_total", way=way) for way in ways]
     assert passed == [10, 20, 30]
     assert value(metrics, "flowpath_store_buffer_wait_seconds_total") == 1.5
+    both = ("encoded", "decoded")
+    assert [value(metrics, "flowpath_store_codec_bytes_total", way=way) for way in both] == [30, 15]
+    assert [value(metrics, "flowpath_store_codec_seconds_total", way=way) for way in both] == [3, 4]
+    assert value(metrics, "flowpath_store_codec_ratio") == 1.9
+    kinds = ("rms", "worst_rms", "worst")
+    errors = [value(metrics, "flowpath_store_codec_error", kind=kind) for kind in kinds]
+    assert errors == [0.02, 0.03, 0.04]
 
 
 def test_every_count_of_blocks_has_its_event() -> None:
     metrics = WorkerMetrics()
     counts = {name: 1 for name in StoreStats.__dataclass_fields__ if name.startswith("num_")}
-    meter = StoreMeter(metrics.store, StoreStats(), LinkStats(), BufferStats())
-    meter.take(StoreStats(**counts), LinkStats(), BufferStats())
+    meter = StoreMeter(metrics.store, StoreStats(), LinkStats(), BufferStats(), CodecStats())
+    meter.take(StoreStats(**counts), LinkStats(), BufferStats(), CodecStats())
     events = [
         sample
         for family in metrics.store.blocks.collect()

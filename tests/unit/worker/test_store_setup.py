@@ -2,13 +2,16 @@
 
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from common.config.settings import Settings
 from common.errors import ConfigError
+from common.kv.blocks import PublishedBlocks
 from common.kv.device_pool import DevicePool
 from common.kv.layout import KVLayout
 from common.kv.pool import KVPool
@@ -50,6 +53,33 @@ def test_blocks_go_from_the_pool_to_the_store_and_back(url: str, pool: KVPool) -
         assert path.read([b"h" * 16], [2], None) == 1
         assert bytes(pool.buffer[2 * SIZE : 3 * SIZE]) == b"\x07" * SIZE
         assert opened.stats().num_tier_hits == 0
+
+
+def test_blocks_are_stored_encoded_where_that_is_wished(url: str, pool: KVPool) -> None:
+    settings = Settings(store=url, store_codec="fp8")
+    numbers = np.frombuffer(pool.buffer, np.float32)
+    numbers[:1024] = np.arange(1024) % 16  # all of them E4M3 numbers
+    with closing(open_worker_store(settings, machine(pool))) as opened:
+        path = opened.open_path(LinkedStore(opened.storage, SharedLink(0)))
+        assert isinstance(path, DirectPath)
+        assert path.write(PublishedBlocks("o", (0,), (b"h" * 16,), ())) == 0
+        assert opened.storage.flush(60.0)
+        assert path.read([b"h" * 16], [2], None) == 1
+        count = LAYOUT.payload_bytes // 4
+        assert (numbers[2048 : 2048 + count] == numbers[:count]).all()
+        assert opened.codec_stats().num_decoded == 1
+    with closing(open_worker_store(Settings(store=url), machine(pool))) as opened:
+        assert opened.longest_prefix([b"h" * 16]) == 0, "it has another codec"
+
+
+def test_a_codec_for_a_pool_that_is_quantised_already_is_refused_by_name(
+    tmp_path: Path, url: str, pool: KVPool
+) -> None:
+    quantised = machine(pool)
+    quantised.layout = replace(LAYOUT, dtype="bfloat16", kv_cache_dtype="float8_e4m3")
+    with pytest.raises(ConfigError, match=r"store_codec fp8: .* float8_e4m3 already"):
+        open_worker_store(Settings(store=url, store_codec="fp8"), quantised)
+    assert not (tmp_path / "s").exists()
 
 
 @pytest.mark.parametrize("store", ["none", "auto"])
