@@ -49,6 +49,12 @@ class StorageSettings(BaseModel):
         description="Host memory of each worker (size) for recently used blocks of the store, "
         "which are read from there without asking storage; 0 keeps none.",
     )
+    store_prefetch: bool = Field(
+        default=True,
+        description="Whether stored prefixes that find no room in the pool are brought into a "
+        "quarter of host_tier_bytes at most while their requests wait for room, and loaded from "
+        "there when it comes. Without a host tier nothing is prefetched, and they are computed.",
+    )
     store_path: Literal["direct", "buffered"] = Field(
         "direct",
         description="How blocks get from the store into a pool in host memory and back: direct, or "

@@ -109,6 +109,17 @@ class BlockManager:
         )
         return len(blocks) * self._block_size
 
+    def can_acquire(
+        self, token_ids: TokenIds, *, max_cached_tokens: int, capacity_tokens: int
+    ) -> bool:
+        """Tell whether ``acquire`` would find room now."""
+        shared, _ = self._cache.find(
+            token_ids, self._max_cached_blocks(token_ids, max_cached_tokens)
+        )
+        num_tokens = max(len(token_ids), capacity_tokens)
+        num_new = self._num_blocks_for(num_tokens) - len(shared)
+        return num_new <= self._num_obtainable(excluding=shared)
+
     def acquire(
         self,
         owner: str,

@@ -124,6 +124,9 @@ class WorkerTotals:
     """Estimated time of attention over prompts."""
     model_flops: Flops = 0.0
     """Floating-point operations of the model in the steps that ran."""
+    prefetch_used_blocks: Count = 0
+    prefetch_wasted_blocks: Count = 0
+    """Blocks prefetched into the host tier, by whether a read found them there in time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRUCT)

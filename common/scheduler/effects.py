@@ -25,6 +25,13 @@ class PrefillStarted:
 
 
 @dataclass(frozen=True, slots=True)
+class RoomForPrefix:
+    """There is room for a prompt whose stored prefix found none: load it now, and say when."""
+
+    request_id: RequestId
+
+
+@dataclass(frozen=True, slots=True)
 class PromptProgressed:
     """The first ``num_blocks`` blocks of the prompt are whole."""
 
@@ -121,6 +128,7 @@ class RequestBroke:
 Effect = (
     EmitTokens
     | PrefillStarted
+    | RoomForPrefix
     | PromptProgressed
     | PromptComputed
     | DecodeBegan

@@ -123,6 +123,15 @@ class LocalScheduler:
         if request is not None and request.sequences:
             self._prefill.prefix_arrived(request.lead)
 
+    def prefix_has_no_room(self, request_id: RequestId) -> None:
+        """The prefix that a request waits for finds no room: it is to be loaded when there is some.
+
+        ``RoomForPrefix`` comes then, in the request's turn, and ``prefix_arrived`` is to follow.
+        """
+        request = self._book.find(request_id)
+        if request is not None and request.sequences:
+            self._prefill.prefix_has_no_room(request.lead)
+
     def withdraw(self, request_id: RequestId) -> bool:
         """Forget a request that holds nothing yet, for another worker to have it.
 

@@ -1,9 +1,11 @@
 """The prefill half of the local scheduler: prompts, chunk by chunk. Pure.
 
 Theory of operation. A prompt waits its turn in ``waiting``, or in ``receiving`` while a prefix of
-it is copied here from another worker or loaded from a store. It is admitted when there is room for
-all of it, then it stands in ``running`` until its last chunk is computed. A prompt that goes on
-elsewhere stays in ``sending`` with its blocks until the decode side has them.
+it is copied here from another worker or loaded from a store. Where a load found no room the prompt
+waits its turn, and once there is room for all of it, its load is asked for again before anything
+that came later is admitted. It is admitted when there is room for all of it, then it stands in
+``running`` until its last chunk is computed. A prompt that goes on elsewhere stays in ``sending``
+with its blocks until the decode side has them.
 
 Prompts are computed in the order of their arrival, in chunks that end on block borders; one that
 gets less than it needs is the last of its step. A quota of compute ends a step before its tokens do
@@ -16,7 +18,7 @@ from collections.abc import MutableSequence
 from collections.abc import Sequence as SequenceOf
 
 from common.scheduler.attention_cost import Chunk
-from common.scheduler.effects import Effect, PrefillStarted, PromptProgressed
+from common.scheduler.effects import Effect, PrefillStarted, PromptProgressed, RoomForPrefix
 from common.scheduler.request import RequestPhase, Sequence
 from common.scheduler.sequence_blocks import SequenceBlocks
 from common.scheduler.steps import PlannedRow, StepDraft
@@ -52,6 +54,17 @@ class PrefillScheduler:
             return
         self.receiving.remove(sequence)
         sequence.num_expected = self._held.num_cached(sequence)
+        self._await_turn(sequence)
+
+    def prefix_has_no_room(self, sequence: Sequence) -> None:
+        """Let a prompt wait its turn, and load its prefix then (``RoomForPrefix``)."""
+        if sequence not in self.receiving:
+            return
+        self.receiving.remove(sequence)
+        sequence.is_load_due = True
+        self._await_turn(sequence)
+
+    def _await_turn(self, sequence: Sequence) -> None:
         arrival = sequence.request.arrival
         place = sum(1 for other in self.waiting if other.request.arrival < arrival)
         self.waiting.insert(place, sequence)
@@ -114,6 +127,8 @@ class PrefillScheduler:
                     return effects
                 if draft.allowance is not None and draft.allowance.is_spent:
                     return effects
+                if queue[0].is_load_due:
+                    return effects + self._try_load(queue)
                 self._found_no_room = not self._held.acquire(queue[0])
                 if self._found_no_room:
                     return effects
@@ -123,6 +138,16 @@ class PrefillScheduler:
                 budget = self._plan_chunk(sequence, draft, budget)
         self._found_no_room = False
         return effects
+
+    def _try_load(self, queue: deque[Sequence]) -> list[Effect]:
+        """Have the first prompt's prefix loaded, if there is room for all of it."""
+        self._found_no_room = not self._held.can_acquire(queue[0])
+        if self._found_no_room:
+            return []
+        sequence = queue.popleft()
+        sequence.is_load_due = False
+        self.receiving.append(sequence)
+        return [RoomForPrefix(sequence.request.request_id)]
 
     def _admit(self, sequence: Sequence) -> list[Effect]:
         self.running.append(sequence)

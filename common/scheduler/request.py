@@ -48,7 +48,8 @@ class Sequence:
     draw of these that comes last. ``unsent`` are drawn tokens that have not gone to the gateway
     yet. The first ``num_handed`` blocks were computed by another worker. While its K and V lie in
     host memory, ``slots`` say where, and there are no blocks. While a prompt waits, its first
-    ``num_expected`` tokens are cached here, or are to come from another worker or a store.
+    ``num_expected`` tokens are cached here, or are to come from another worker or a store; where
+    ``is_load_due``, they are loaded once there is room.
 
     ``age`` orders decoding sequences: a preempted one that is back counts as new. ``last_planned``
     is the last step that was planned with it, and ``turn`` its rank when a step had too few rows.
@@ -65,6 +66,7 @@ class Sequence:
     num_published: int = 0
     num_handed: int = 0
     num_expected: int = 0
+    is_load_due: bool = False
     block_table: tuple[int, ...] = ()
     num_open_steps: int = 0
     num_planned: int = 0

@@ -44,6 +44,14 @@ class SequenceBlocks:
         length = sequence.length
         return self._blocks.match(sequence.tokens(0, length), length - 1)
 
+    def can_acquire(self, sequence: Sequence) -> bool:
+        """Whether ``acquire`` would find room now."""
+        return self._blocks.can_acquire(
+            sequence.tokens(0, sequence.length),
+            max_cached_tokens=sequence.length - 1,
+            capacity_tokens=self._capacity_tokens(sequence),
+        )
+
     def acquire(self, sequence: Sequence) -> bool:
         """Give blocks to a sequence that computes all its tokens but those of a known prefix.
 
@@ -52,20 +60,23 @@ class SequenceBlocks:
         return self._acquire(sequence, sequence.length - 1)
 
     def _acquire(self, sequence: Sequence, max_cached_tokens: int) -> bool:
-        growth = min(sequence.request.new.params.num_left, self._limits.growth_tokens)
-        wanted = sequence.length + (0 if sequence.request.is_remote else growth)
         acquired = self._blocks.acquire(
             sequence.owner,
             sequence.tokens(0, sequence.length),
             hold=Hold.REQUEST,
             max_cached_tokens=max_cached_tokens,
-            capacity_tokens=wanted if self._blocks.can_ever_hold(wanted) else sequence.length,
+            capacity_tokens=self._capacity_tokens(sequence),
         )
         if acquired is None:
             return False
         self._note_table(sequence, acquired.num_cached_tokens)
         sequence.num_published = acquired.num_cached_tokens // self._limits.block_size
         return True
+
+    def _capacity_tokens(self, sequence: Sequence) -> int:
+        growth = min(sequence.request.new.params.num_left, self._limits.growth_tokens)
+        wanted = sequence.length + (0 if sequence.request.is_remote else growth)
+        return wanted if self._blocks.can_ever_hold(wanted) else sequence.length
 
     def adopt(self, sequence: Sequence, num_computed: int) -> None:
         """The sequence's owner holds its first ``num_computed`` tokens, as they arrived."""

@@ -11,6 +11,10 @@ that were offered. A block that was asked for counts as used half a tier later t
 prompt that passes through once gives way to what is read again and again, until that has not been
 read for half a tier's worth of others. What the newest blocks hang from never makes room for
 them; they are refused then, with all that would hang from them.
+
+Blocks may be brought here ahead of their first read (``prefetch``). Until that read, the end of the
+wait for it (``abandon``) or their eviction they are *ahead*, and at most ``AHEAD_SHARE`` of the
+slots are: so much of what is used less than anything else can give way to guesses, and no more.
 """
 
 import threading
@@ -23,8 +27,12 @@ import flowpath_native
 import numpy as np
 
 from common.errors import InvariantViolationError
-from common.storage.interface import Memory
+from common.storage.interface import BlockStore, Memory
+from common.storage.linked_store import num_leading_hits
 from common.storage.tree import BlockTree
+
+AHEAD_SHARE = 4
+"""At most 1 / 4 of the slots, and at least one, have blocks ahead of their first read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +45,10 @@ class TierStats:
     num_evicted: int
     num_refused: int
     """Blocks that found no room, for what is there is used more."""
+    num_prefetched: int
+    num_prefetch_used: int
+    num_prefetch_wasted: int
+    """Prefetched ones are used, wasted, or still ahead of their first read."""
 
 
 class HostTier:
@@ -62,6 +74,12 @@ class HostTier:
         self._num_added = 0
         self._num_evicted = 0
         self._num_refused = 0
+        self._max_ahead = max(1, self.num_slots // AHEAD_SHARE)
+        self._ahead: set[bytes] = set()
+        self._num_reading_ahead = 0
+        self._num_prefetched = 0
+        self._num_prefetch_used = 0
+        self._num_prefetch_wasted = 0
 
     def num_held(self, hashes: Sequence[bytes]) -> int:
         """Return how many leading blocks are here."""
@@ -86,6 +104,7 @@ class HostTier:
             for block_hash in lent:
                 self._tree.touch(block_hash, self._tick + self.num_slots // 2)
             self._num_hits += len(lent)
+            self._num_prefetch_used += self._first_read(lent)
         try:
             yield slots
         finally:
@@ -128,6 +147,43 @@ class HostTier:
                     else:
                         self._free.append(slot)
 
+    @property
+    def prefetch_room(self) -> int:
+        """How many more blocks may be brought here ahead of their first read."""
+        with self._mutex:
+            return self._max_ahead - len(self._ahead) - self._num_reading_ahead
+
+    def prefetch(self, storage: BlockStore, hashes: Sequence[bytes], previous: bytes | None) -> int:
+        """Read successive blocks from ``storage``, as far as they may be here ahead of a read.
+
+        Return how many leading ones were read and are here now; the first that is here already,
+        finds no room or is not whole ends that.
+        """
+        with self._mutex:
+            slots = self._reserve_ahead(hashes, previous)
+            self._num_reading_ahead += len(slots)
+        part = hashes[: len(slots)]
+        num_whole = 0
+        try:
+            if slots:
+                num_whole = num_leading_hits(storage.read(part, self._memory, slots, previous))
+        finally:
+            with self._mutex:
+                self._num_reading_ahead -= len(slots)
+                self._filling.difference_update(part)
+                self._free += slots[num_whole:]
+                for number in range(num_whole):
+                    parent = hashes[number - 1] if number else previous
+                    self._add(part[number], parent, slots[number])
+                self._ahead.update(part[:num_whole])
+                self._num_prefetched += num_whole
+        return num_whole
+
+    def abandon(self, hashes: Sequence[bytes]) -> None:
+        """Nobody waits for these blocks: those not read yet are blocks like any other now."""
+        with self._mutex:
+            self._num_prefetch_wasted += self._first_read(hashes)
+
     def stats(self) -> TierStats:
         """Return the counts of now."""
         with self._mutex:
@@ -137,6 +193,9 @@ class HostTier:
                 num_added=self._num_added,
                 num_evicted=self._num_evicted,
                 num_refused=self._num_refused,
+                num_prefetched=self._num_prefetched,
+                num_prefetch_used=self._num_prefetch_used,
+                num_prefetch_wasted=self._num_prefetch_wasted,
             )
 
     def validate(self) -> None:
@@ -149,6 +208,11 @@ class HostTier:
                 raise InvariantViolationError(f"host tier: slots {slots} of {self.num_slots}")
             if any(block_hash not in self._tree for block_hash in self._slot_of):
                 raise InvariantViolationError("host tier: a block could not be evicted")
+            if not self._ahead <= self._slot_of.keys():
+                raise InvariantViolationError("host tier: a block that is not here is ahead")
+            ended = self._num_prefetch_used + self._num_prefetch_wasted
+            if ended + len(self._ahead) != self._num_prefetched:
+                raise InvariantViolationError("host tier: prefetched blocks are miscounted")
 
     def _reserve(
         self, hashes: Sequence[bytes], parents: Sequence[bytes | None]
@@ -172,6 +236,28 @@ class HostTier:
             places.append((number, slot))
         return places
 
+    def _reserve_ahead(self, hashes: Sequence[bytes], previous: bytes | None) -> list[int]:
+        """Return slots of the leading blocks that are new and may be here ahead of a read."""
+        slots: list[int] = []
+        keep = {previous, *hashes}
+        room = self._max_ahead - len(self._ahead) - self._num_reading_ahead
+        for block_hash in hashes[: max(0, room)]:
+            if block_hash in self._slot_of or block_hash in self._filling:
+                break
+            slot = self._take_slot(keep)
+            if slot is None:
+                break
+            self._tick += 1
+            self._filling.add(block_hash)
+            slots.append(slot)
+        return slots
+
+    def _first_read(self, hashes: Sequence[bytes]) -> int:
+        """Take blocks off those that are ahead; return how many of them were."""
+        found = self._ahead.intersection(hashes)
+        self._ahead -= found
+        return len(found)
+
     def _take_slot(self, keep: set[bytes | None]) -> int | None:
         if self._free:
             return self._free.pop()
@@ -180,6 +266,7 @@ class HostTier:
             return None
         self._tree.remove(oldest)
         self._num_evicted += 1
+        self._num_prefetch_wasted += self._first_read([oldest])
         return self._slot_of.pop(oldest)
 
     def _refuse(self, block_hash: bytes) -> None:

@@ -75,6 +75,12 @@ class StoreStats:
     num_tier_evicted: int = 0
     num_tier_refused: int = 0
     """Read or written, and not kept in the tier: what is there is used more."""
+    num_prefetched: int = 0
+    """Brought into the tier ahead of a read."""
+    num_prefetch_used: int = 0
+    """Of these, blocks that a read found there."""
+    num_prefetch_wasted: int = 0
+    """Of these, blocks that were evicted, or not waited for any more, before a read."""
 
 
 class BlockStore(Protocol):

@@ -83,6 +83,9 @@ class TieredStore:
             num_tier_hits=tier.num_hits,
             num_tier_evicted=tier.num_evicted,
             num_tier_refused=tier.num_refused,
+            num_prefetched=tier.num_prefetched,
+            num_prefetch_used=tier.num_prefetch_used,
+            num_prefetch_wasted=tier.num_prefetch_wasted,
         )
 
     def close(self) -> None:

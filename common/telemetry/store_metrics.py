@@ -56,6 +56,27 @@ class StoreMetrics:
             "Bytes of blocks in the tier of host memory before the store.",
             registry=registry,
         )
+        self.prefetched = Counter(
+            "flowpath_prefetched_blocks",
+            "Blocks brought into the host tier for requests that wait for room in the pool.",
+            registry=registry,
+        )
+        self.prefetch_used = Counter(
+            "flowpath_prefetch_used_blocks",
+            "Prefetched blocks that a read found in the tier.",
+            registry=registry,
+        )
+        self.prefetch_wasted = Counter(
+            "flowpath_prefetch_wasted_blocks",
+            "Prefetched blocks that were evicted, or that nobody waited for any more, before a "
+            "read.",
+            registry=registry,
+        )
+        self.prefetch_accuracy = Gauge(
+            "flowpath_prefetch_accuracy_ratio",
+            "Used by prefetched blocks since the store was opened; 0 while none was prefetched.",
+            registry=registry,
+        )
         self.buffer_bytes = Counter(
             "flowpath_store_buffer_bytes",
             "Bytes that went from the store into the buffer (loaded), from host memory on into the "

@@ -51,9 +51,13 @@ class KeptBlocks:
         self._last_kept: dict[bytes, None] = {}
         self._num_healed = 0
 
-    def attach(self, metrics: StoreMetrics) -> None:
-        """Join to what counts the blocks that are not offered at all."""
+    def attach(self, metrics: StoreMetrics, wake: asyncio.Event) -> None:
+        """Join to what counts the blocks that are not offered at all.
+
+        ``wake`` is set when blocks are let go: somebody may wait for the room.
+        """
         self._metrics = metrics
+        self._wake = wake
 
     @property
     def is_busy(self) -> bool:
@@ -107,6 +111,7 @@ class KeptBlocks:
         self._num_healed += 1
         num_dropped = await self._write(held)
         self._blocks.release(owner)
+        self._wake.set()
         return num_dropped == 0
 
     async def _write(self, held: PublishedBlocks) -> int:
@@ -122,3 +127,4 @@ class KeptBlocks:
             self._metrics.blocks.labels(event).inc(num_dropped)
         self._blocks.release(held.owner)
         self._num_open_blocks -= len(held.hashes)
+        self._wake.set()

@@ -44,6 +44,8 @@ def take_totals(metrics: WorkerMetrics, clock: "StepClock") -> WorkerTotals:
         read_seconds=value_of(metrics.store.read_seconds),
         attention_seconds=value_of(metrics.compute.attention_seconds),
         model_flops=value_of(metrics.compute.flops),
+        prefetch_used_blocks=int(value_of(metrics.store.prefetch_used)),
+        prefetch_wasted_blocks=int(value_of(metrics.store.prefetch_wasted)),
     )
 
 

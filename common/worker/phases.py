@@ -32,12 +32,16 @@ class PrefixCopied:
 
 @dataclass(frozen=True, slots=True)
 class PrefixLoaded:
-    """What came from the store, and how long its reads took; nothing where that failed."""
+    """What came from the store, and how long its reads took; nothing where that failed.
+
+    ``had_room`` is false where nothing was tried, since the pool had no room.
+    """
 
     num_tokens: int = 0
     num_bytes: int = 0
     num_calls: int = 0
     read_seconds: float = 0.0
+    had_room: bool = True
 
 
 @dataclass(slots=True)

@@ -54,6 +54,7 @@ class PrefixCopies:
         self._numbers = itertools.count()
         self._wait_until: dict[RequestId, float] = {}
         self._load_until: dict[RequestId, float] = {}
+        self._without_room: dict[RequestId, Sequence[int]] = {}
 
     def attach(self, channels: Channels) -> None:
         """Join to the channels; they call back, so they come second."""
@@ -130,8 +131,9 @@ class PrefixCopies:
         request_id = order.request_id
         # The last token of a prompt is always computed, and with it its block.
         num_stored = self._whole(min(order.num_stored_tokens, len(prompt) - 1))
+        stored = prompt[:num_stored]
         if num_stored > self._blocks.match(prompt, num_stored) and self._try_load(
-            request_id, prompt[:num_stored], lambda came: self._loaded(request_id, came)
+            request_id, stored, lambda came: self._tried(request_id, stored, came)
         ):
             self._load_until[request_id] = now + MAX_WAIT_SECONDS
             return num_stored
@@ -140,10 +142,38 @@ class PrefixCopies:
         self._wait_until[request_id] = now + MAX_WAIT_SECONDS
         return order.num_prefix_tokens
 
+    def _tried(self, request_id: RequestId, tokens: Sequence[int], came: PrefixLoaded) -> None:
+        """The store's part of a prefix is here, will not come, or found no room.
+
+        Then it comes as near as the host tier, if there is one, until there is room.
+        """
+        prefetcher = None if self._stored is None else self._stored.prefetcher
+        if came.had_room or prefetcher is None:
+            self._loaded(request_id, came)
+        elif self._load_until.pop(request_id, None) is not None:
+            self._without_room[request_id] = tokens
+            num_cached = self._blocks.match(tokens, len(tokens)) // self._scheduler.block_size
+            prefetcher.begin(request_id, self._blocks.prefix_hashes(tokens), num_cached)
+            self._scheduler.prefix_has_no_room(request_id)
+            self._wake.set()
+
+    def load_now(self, request_id: RequestId) -> None:
+        """There is room for a prefix that had found none."""
+        tokens = self._without_room.pop(request_id)
+        assert self._stored is not None, "it has been tried before"
+        self._load_until[request_id] = monotonic() + MAX_WAIT_SECONDS
+        if self._stored.prefetcher is not None:
+            self._stored.prefetcher.stop(request_id)
+        if not self._stored.prefixes.try_load_now(
+            request_id, tokens, lambda came: self._loaded(request_id, came)
+        ):
+            self._loaded(request_id, PrefixLoaded())
+
     def _loaded(self, request_id: RequestId, came: PrefixLoaded) -> None:
         """The store's part of a prefix is here, or will not come."""
         if self._load_until.pop(request_id, None) is None:
             return
+        self._end_prefetch(request_id)
         self._ledger.prefix_loaded(request_id, came, monotonic())
         self._go_on(request_id)
 
@@ -176,8 +206,14 @@ class PrefixCopies:
         """The request ended, here or at the worker that its prefix is loaded for."""
         self._wait_until.pop(request_id, None)
         self._load_until.pop(request_id, None)
+        self._without_room.pop(request_id, None)
+        self._end_prefetch(request_id)
         self._forget_load(request_id)
 
     def _forget_load(self, request_id: RequestId) -> None:
         if self._stored is not None:
             self._stored.prefixes.forget(request_id)
+
+    def _end_prefetch(self, request_id: RequestId) -> None:
+        if self._stored is not None and self._stored.prefetcher is not None:
+            self._stored.prefetcher.end(request_id)

@@ -219,7 +219,13 @@ class _Incarnation:
                 scheduler=self._scheduler(blocks, limits),
                 stored=None
                 if hands.store is None
-                else StoredBlocks(hands.store, blocks, settings.block_size, self._to_preload),
+                else StoredBlocks(
+                    hands.store,
+                    blocks,
+                    settings.block_size,
+                    self._to_preload,
+                    is_prefetching=settings.store_prefetch,
+                ),
                 own_pool=own_pool,
                 host_blocks=machine.host_blocks,
                 lease_seconds=settings.lease_seconds,

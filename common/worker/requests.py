@@ -37,6 +37,7 @@ from common.scheduler.effects import (
     PromptProgressed,
     RequestBroke,
     RequestEnded,
+    RoomForPrefix,
     StopHandoff,
     SwapIn,
     SwapOut,
@@ -222,6 +223,8 @@ class WorkerRequests:
                 self._emitter.add(gateway_id, self._ledger.attach(delta, began, now))
             case PrefillStarted(request_id, num_cached_tokens):
                 self._prefill_started(request_id, num_cached_tokens, now)
+            case RoomForPrefix(request_id):
+                self.prefixes.load_now(request_id)
             case PromptProgressed(request_id, num_blocks):
                 self._outbound.progress(request_id, num_blocks)
             case PromptComputed(request_id):

@@ -37,8 +37,8 @@ class StoreRead:
 class StoreAccess:
     """One incarnation's use of the store; ``link`` is what its reads of storage pass.
 
-    Look-ups, reads and copies into the store's queue have a thread each: none waits for another
-    kind, but for room in a buffer. The store itself is its opener's to close.
+    Look-ups, reads, prefetches and copies into the store's queue have a thread each: none waits for
+    another kind, but for room in a buffer. The store itself is its opener's to close.
     """
 
     def __init__(self, store: WorkerStore, link: SharedLink) -> None:
@@ -49,6 +49,8 @@ class StoreAccess:
         self._lookups = ThreadPoolExecutor(1, "store look-up")
         self._reads = ThreadPoolExecutor(1, "store read")
         self._copies = ThreadPoolExecutor(1, "store copy")
+        self._ahead = LinkedStore(store.storage, link)
+        self._prefetches = ThreadPoolExecutor(1, "store prefetch")
 
     @property
     def block_bytes(self) -> int:
@@ -94,6 +96,33 @@ class StoreAccess:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._copies, self._write, held)
 
+    @property
+    def has_tier(self) -> bool:
+        """Whether there is a tier to prefetch into."""
+        return self._store.has_tier
+
+    @property
+    def prefetch_room(self) -> int:
+        """How many blocks more may be prefetched now."""
+        return self._store.prefetch_room
+
+    def num_in_tier(self, hashes: Sequence[bytes]) -> int:
+        """Return how many leading blocks are in the tier."""
+        return self._store.num_in_tier(hashes)
+
+    async def prefetch(self, hashes: Sequence[bytes], previous: bytes | None) -> int:
+        """Bring successive blocks into the tier; return how many leading ones came.
+
+        Should the caller be cancelled, the read goes on until ``close`` has returned.
+        """
+        loop = asyncio.get_running_loop()
+        work = self._store.prefetch
+        return await loop.run_in_executor(self._prefetches, work, self._ahead, hashes, previous)
+
+    def abandon(self, hashes: Sequence[bytes]) -> None:
+        """Nobody waits for these blocks, some of which may have been prefetched."""
+        self._store.abandon(hashes)
+
     def stats(self) -> StoreStats:
         """Return what the store and its tier counted since they were opened, by whomever."""
         return self._store.stats()
@@ -113,7 +142,7 @@ class StoreAccess:
     def close(self) -> None:
         """Wait for what is under way; nothing reads or writes the pool afterwards."""
         self._link.lift()
-        for thread in (self._lookups, self._reads, self._copies):
+        for thread in (self._lookups, self._reads, self._copies, self._prefetches):
             thread.shutdown(wait=True, cancel_futures=True)
         self._path.close()
 

@@ -38,6 +38,11 @@ class StoreMeter:
         metrics.written_bytes.inc(stats.written_bytes - before.written_bytes)
         metrics.read_seconds.inc(link.busy_seconds - self._link.busy_seconds)
         metrics.link_wait_seconds.inc(link.kv_wait_seconds - self._link.kv_wait_seconds)
+        metrics.prefetched.inc(stats.num_prefetched - before.num_prefetched)
+        metrics.prefetch_used.inc(stats.num_prefetch_used - before.num_prefetch_used)
+        metrics.prefetch_wasted.inc(stats.num_prefetch_wasted - before.num_prefetch_wasted)
+        if stats.num_prefetched:
+            metrics.prefetch_accuracy.set(stats.num_prefetch_used / stats.num_prefetched)
         for (event, count), (_, earlier) in zip(_events(stats), _events(before), strict=True):
             metrics.blocks.labels(event).inc(count - earlier)
         for (way, count), (_, earlier) in zip(_ways(buffer), _ways(self._buffer), strict=True):

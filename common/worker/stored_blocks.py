@@ -12,6 +12,7 @@ from common.telemetry.progress import Progress
 from common.telemetry.store_metrics import StoreMetrics
 from common.worker.control import ControlLink
 from common.worker.kept_blocks import KeptBlocks
+from common.worker.prefetcher import Prefetcher
 from common.worker.preload import Prompts, preload
 from common.worker.store_access import StoreAccess
 from common.worker.store_measures import StoreMeter
@@ -32,7 +33,10 @@ class StoredBlocks:
         blocks: BlockManager,
         block_size: int,
         to_preload: Prompts = (),
+        *,
+        is_prefetching: bool = True,
     ) -> None:
+        """Without a host tier nothing is prefetched, whatever ``is_prefetching`` says."""
         self._access = access
         self._to_preload = to_preload
         self._pool_tokens = blocks.counts().total * block_size
@@ -40,11 +44,18 @@ class StoredBlocks:
         self._look_ups: asyncio.Queue[tuple[RequestId, list[bytes]]] = asyncio.Queue(MAX_LOOK_UPS)
         self.prefixes = StoredPrefixes(access, blocks, block_size)
         self.kept = KeptBlocks(access, blocks)
+        self.prefetcher: Prefetcher | None = None
+        if is_prefetching and access.has_tier:
+            self.prefetcher = Prefetcher(access, self.prefixes)
 
-    def attach(self, control: ControlLink, metrics: StoreMetrics) -> None:
-        """Join to the controller, and to what is moved by ``measure``."""
+    def attach(self, control: ControlLink, metrics: StoreMetrics, wake: asyncio.Event) -> None:
+        """Join to the controller, and to what is moved by ``measure``.
+
+        ``wake`` is set when blocks of the pool are let go.
+        """
         self._control = control
-        self.kept.attach(metrics)
+        self.kept.attach(metrics, wake)
+        self.prefixes.attach(wake)
         access = self._access
         self._meter = StoreMeter(
             metrics,
@@ -84,6 +95,8 @@ class StoredBlocks:
             tasks.create_task(self.prefixes.serve(), name="store reads")
             tasks.create_task(self._serve_look_ups(), name="store look-ups")
             tasks.create_task(self.kept.serve(), name="store writes")
+            if self.prefetcher is not None:
+                tasks.create_task(self.prefetcher.serve(), name="store prefetches")
             if self._to_preload:
                 work = preload(self._to_preload, self.prefixes, self._pool_tokens, Progress())
                 self._preloading = tasks.create_task(work, name="store preload")

@@ -2,9 +2,10 @@
 
 Theory of operation. Loads are done one after the other, in the order in which they were asked for.
 Only when its turn comes does a load take blocks, so that none are held by what waits, and what an
-earlier load has brought is not read again. Blocks are read a batch at a time, straight into the
-pool; as soon as one is missing or damaged the rest is left alone. What arrived in one piece from
-the front is published and let go: it is cached then, like anything computed here.
+earlier load has brought is not read again. But where there was no room then, and there is now,
+``try_load_now`` takes the room at once and is next. Blocks are read a batch at a time, straight
+into the pool; as soon as one is missing or damaged the rest is left alone. What arrived in one
+piece from the front is published and let go: it is cached then, like anything computed here.
 
 The blocks are held for a transfer until the read of them has returned, whatever becomes of the
 request meanwhile: then no further batch is begun.
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 import structlog
 
 from common.ids import RequestId
-from common.kv.blocks import BlockManager, Hold
+from common.kv.blocks import Acquired, BlockManager, Hold
 from common.worker.phases import PrefixLoaded
 from common.worker.store_access import StoreAccess
 
@@ -41,6 +42,8 @@ class _Load:
     then: OnLoaded
     num_unread: int
     """Tokens that are still to be read, as far as is known."""
+    owner: str
+    acquired: Acquired | None = None
     is_wanted: bool = True
 
 
@@ -58,6 +61,12 @@ class StoredPrefixes:
         self._numbers = itertools.count()
         self._read_tokens = 0.0
         self._read_seconds = 0.0
+        self.on_idle: Callable[[], None] = lambda: None
+        """Called when no load waits or is under way any more."""
+
+    def attach(self, wake: asyncio.Event) -> None:
+        """``wake`` is set when blocks are let go: somebody may wait for the room."""
+        self._wake = wake
 
     @property
     def num_open(self) -> int:
@@ -80,14 +89,33 @@ class StoredPrefixes:
         ``then`` is told later what came, perhaps nothing, unless the load is forgotten before.
         False: too many loads wait, and nothing will be done.
         """
-        if len(self._loads) >= MAX_LOADS:
-            log.warning("load_refused", request_id=request_id, num_loads=len(self._loads))
+        load = self._new(request_id, tokens, then)
+        if load is None:
             return False
-        whole = tokens[: len(tokens) // self._block_size * self._block_size]
-        num_unread = len(whole) - self._blocks.match(whole, len(whole))
-        self._loads.append(_Load(request_id, whole, then, num_unread))
+        self._loads.append(load)
         self._has_loads.set()
         return True
+
+    def try_load_now(self, request_id: RequestId, tokens: Sequence[int], then: OnLoaded) -> bool:
+        """Load as ``try_load`` does, next and into blocks that are taken at once.
+
+        False: no room, or too many loads wait, and nothing will be done.
+        """
+        load = self._new(request_id, tokens, then)
+        if load is None or not self._acquire(load):
+            return False
+        self._loads.insert(min(1, len(self._loads)), load)
+        self._has_loads.set()
+        return True
+
+    def _new(self, request_id: RequestId, tokens: Sequence[int], then: OnLoaded) -> _Load | None:
+        if len(self._loads) >= MAX_LOADS:
+            log.warning("load_refused", request_id=request_id, num_loads=len(self._loads))
+            return None
+        whole = tokens[: len(tokens) // self._block_size * self._block_size]
+        num_unread = len(whole) - self._blocks.match(whole, len(whole))
+        owner = f"load-{next(self._numbers)}-{request_id}"
+        return _Load(request_id, whole, then, num_unread, owner)
 
     def forget(self, request_id: RequestId) -> None:
         """Nobody waits for this request's prefix any more."""
@@ -100,24 +128,24 @@ class StoredPrefixes:
         while True:
             await self._has_loads.wait()
             load = self._loads[0]
-            loaded = await self._load(load) if load.is_wanted else PrefixLoaded()
+            loaded = await self._load(load)
             self._loads.popleft()
             if not self._loads:
                 self._has_loads.clear()
             if load.is_wanted:
                 load.then(loaded)
+            if not self._loads:
+                self.on_idle()
 
     async def _load(self, load: _Load) -> PrefixLoaded:
-        owner = f"load-{next(self._numbers)}-{load.request_id}"
-        num_tokens = len(load.tokens)
-        if num_tokens <= self._blocks.match(load.tokens, num_tokens):
-            return PrefixLoaded()
-        acquired = self._blocks.acquire(
-            owner, load.tokens, hold=Hold.TRANSFER, max_cached_tokens=num_tokens
-        )
-        if acquired is None:
-            log.info("load_without_room", request_id=load.request_id, num_tokens=num_tokens)
-            return PrefixLoaded()
+        owner, num_tokens = load.owner, len(load.tokens)
+        if load.acquired is None:
+            if not load.is_wanted or num_tokens <= self._blocks.match(load.tokens, num_tokens):
+                return PrefixLoaded()
+            if not self._acquire(load):
+                return PrefixLoaded(had_room=False)
+        acquired = load.acquired
+        assert acquired is not None, "it was acquired just now or when it was asked for"
         first = acquired.num_cached_tokens // self._block_size
         # Once, and no more: of a long prompt that takes milliseconds.
         hashes = self._blocks.prefix_hashes(load.tokens)
@@ -126,6 +154,7 @@ class StoredPrefixes:
         )
         self._blocks.publish_hashed(owner, hashes[: first + num_read])
         self._blocks.release(owner)
+        self._wake.set()
         loaded = PrefixLoaded(
             num_read * self._block_size, self._moved(num_read, num_from_storage), num_read, seconds
         )
@@ -141,6 +170,17 @@ class StoredPrefixes:
             was_wanted=load.is_wanted,
         )
         return loaded
+
+    def _acquire(self, load: _Load) -> bool:
+        """Take blocks for the load; False where there is no room."""
+        num_tokens = len(load.tokens)
+        load.acquired = self._blocks.acquire(
+            load.owner, load.tokens, hold=Hold.TRANSFER, max_cached_tokens=num_tokens
+        )
+        if load.acquired is None:
+            log.info("load_without_room", request_id=load.request_id, num_tokens=num_tokens)
+            return False
+        return True
 
     async def _read(
         self, load: _Load, hashes: Sequence[bytes], block_ids: Sequence[int], first: int

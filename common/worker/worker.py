@@ -83,7 +83,7 @@ class HybridWorker:
         self._outbound = channels.outbound
         self._own = channels.own
         if self._stored is not None:
-            self._stored.attach(channels.control, self.metrics.store)
+            self._stored.attach(channels.control, self.metrics.store, self._wake)
         self.requests.attach(channels)
 
     # ---- orders of the controller ----------------------------------------------------------------

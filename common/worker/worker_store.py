@@ -66,6 +66,33 @@ class WorkerStore:
         """Return how many leading blocks this worker can read, from wherever."""
         return self._tiered.longest_prefix(hashes)
 
+    @property
+    def has_tier(self) -> bool:
+        """Whether there is a tier that blocks can be brought into ahead of a read."""
+        return self._tier is not None
+
+    @property
+    def prefetch_room(self) -> int:
+        """How many blocks more the tier takes ahead of a read; 0 without one."""
+        return 0 if self._tier is None else self._tier.tier.prefetch_room
+
+    def num_in_tier(self, hashes: Sequence[bytes]) -> int:
+        """Return how many leading blocks are in the tier."""
+        return 0 if self._tier is None else self._tier.tier.num_held(hashes)
+
+    def prefetch(self, storage: BlockStore, hashes: Sequence[bytes], previous: bytes | None) -> int:
+        """Bring successive blocks from ``storage`` into the tier (see ``HostTier.prefetch``)."""
+        return (
+            0
+            if self._tier is None
+            else self._tier.tier.prefetch(self._with_codec(storage), hashes, previous)
+        )
+
+    def abandon(self, hashes: Sequence[bytes]) -> None:
+        """Nobody waits for these blocks, which may have been brought into the tier."""
+        if self._tier is not None:
+            self._tier.tier.abandon(hashes)
+
     def open_path(self, linked: LinkedStore) -> StorePath:
         """Return a way between pool and store, whose reads of storage go through ``linked``."""
         storage = self._with_codec(linked)

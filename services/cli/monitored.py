@@ -80,6 +80,12 @@ def _hits(before: WorkerTotals, now: WorkerTotals) -> float | None:
     return (now.prefix_hit_tokens - before.prefix_hit_tokens) / asked if asked else None
 
 
+def _prefetches(before: WorkerTotals, now: WorkerTotals) -> float | None:
+    used = now.prefetch_used_blocks - before.prefetch_used_blocks
+    ended = used + now.prefetch_wasted_blocks - before.prefetch_wasted_blocks
+    return used / ended if ended else None
+
+
 def _flops(before: WorkerTotals, now: WorkerTotals) -> float:
     return (now.model_flops - before.model_flops) / _seconds(before, now)
 
@@ -126,6 +132,11 @@ _METRICS = (
     ),
     Metric("gpu_utilization", "share of time in engine steps, on a CPU too", span=_steps),
     Metric("hbm_usage", "share of the KV pool that requests and transfers hold", state=_usage),
+    Metric(
+        "prefetch_accuracy",
+        "of prefetched blocks whose wait ended: share that a read found in the host tier",
+        span=_prefetches,
+    ),
     Metric("fragmentation_score", "1 - longest free run / free blocks", state=_fragmentation),
 )
 METRICS: Mapping[str, Metric] = MappingProxyType({metric.name: metric for metric in _METRICS})

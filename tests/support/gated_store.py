@@ -16,6 +16,8 @@ class GatedStore:
         self.is_full = False
         self.num_read = 0
         """Blocks that it was asked for."""
+        self.asked: list[Sequence[bytes]] = []
+        """What each read asked for, in their order."""
         self.offered: list[tuple[bytes | None, bytes]] = []
         """Each offered block's predecessor and hash."""
 
@@ -42,6 +44,7 @@ class GatedStore:
         """Read, once the gate lets it."""
         self.reads.pass_through()
         self.num_read += len(hashes)
+        self.asked.append(hashes)
         return self._inner.read(hashes, buffer, block_ids, previous)
 
     def write(self, block_hash: bytes, previous: bytes | None, payload: Memory) -> bool:

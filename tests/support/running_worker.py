@@ -94,6 +94,8 @@ class WorkerOptions:
     """Of the host tier before the store; 0 for none."""
     num_buffer_blocks: int = 0
     """Of the buffer between store and pool; 0 for none."""
+    is_prefetching: bool = True
+    """Whether prefixes without room are brought into the tier, where there is one."""
     model: ModelConfig | None = None
     """Whose operations are counted, whatever is computed."""
 
@@ -119,7 +121,13 @@ class RunningWorker:
         self._stored = (
             None
             if options.store is None
-            else StoredBlocks(self.store, self.blocks, LAYOUT.block_size, options.to_preload)
+            else StoredBlocks(
+                self.store,
+                self.blocks,
+                LAYOUT.block_size,
+                options.to_preload,
+                is_prefetching=options.is_prefetching,
+            )
         )
         self._transports = open_transports(self.pool, options.lease_seconds, options.transport, "")
         self._around = surroundings

@@ -335,6 +335,24 @@ async def test_blocks_that_are_held_for_the_store_do_no_harm_to_a_pool_that_is_t
         assert len(files_of(played.folder)) == len(wanted)
 
 
+async def test_who_waits_for_room_gets_that_of_blocks_that_were_held_for_the_store(
+    tmp_path: Path,
+) -> None:
+    async with playing(tmp_path) as played:
+        reader, store = await played.start("reader", options=WorkerOptions(num_blocks=16))
+        store.writes.hold()
+        other = tuple(range(700, 800))
+        for request, prompt in (("first", PROMPT), ("other", other)):
+            played.cluster.place(request, prompt, GREEDY, prefill="reader", decode=None)
+        await played.answered(request="first")
+        await played.cluster.board.wait_for(
+            "it waits", lambda: reader.hybrid.heartbeat().load.num_waiting == 1
+        )
+        await store.writes.arrived(1)
+        store.writes.open()
+        await played.answered(other, request="other")
+
+
 # ---- look-ups ------------------------------------------------------------------------------------
 
 

@@ -1,13 +1,15 @@
 """Real workers with host memory before the store: a tier, and the buffer of the papers' 2.2."""
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from common.messages.control import RequestFinished
 from common.messages.fields import PhaseName, Role
-from common.worker import kept_blocks, stored_prefixes
+from common.worker import kept_blocks, prefetcher, stored_prefixes
+from tests.support.gated_store import GatedStore
 from tests.support.played_store import (
     BLOCK_BYTES,
     GREEDY,
@@ -166,6 +168,135 @@ async def test_a_load_asks_for_a_buffer_full_at_a_time(
         store.reads.open()
         await reader.idle()
         assert store.num_read == 8, "and for no other one when nobody waits any more"
+
+
+# ---- prefixes that find no room in the pool ------------------------------------------------------
+
+FILLER = tuple(range(900, 970))
+"""What a small pool is full of."""
+SMALL = WorkerOptions(num_blocks=16, num_tier_blocks=64)
+NUM_AHEAD = len(PROMPT) // SIZE - 1
+
+
+async def full_reader(
+    played: Played, options: WorkerOptions = SMALL
+) -> tuple[RunningWorker, GatedStore]:
+    """Start a reader whose pool is full until its steps are let go on."""
+    await played.fill()
+    reader, store = await played.start("reader", options=options)
+    reader.steps.hold()
+    played.cluster.place("filler", FILLER, GREEDY, prefill="reader", decode=None)
+    await reader.steps.arrived(1)
+    return reader, store
+
+
+async def is_ahead(played: Played, reader: RunningWorker, num_blocks: int = NUM_AHEAD) -> None:
+    await played.cluster.board.wait_for(
+        "blocks are in the tier", lambda: reader.store.stats().num_prefetched == num_blocks
+    )
+
+
+def prefetches(reader: RunningWorker) -> tuple[float, float, float, float]:
+    kinds = ("prefetched_blocks", "prefetch_used_blocks", "prefetch_wasted_blocks")
+    prefetched, used, wasted = (value(reader, f"{kind}_total") for kind in kinds)
+    return prefetched, used, wasted, value(reader, "prefetch_accuracy_ratio")
+
+
+@pytest.mark.parametrize("num_buffer_blocks", [0, 3], ids=["direct", "buffered"])
+async def test_a_waiting_requests_blocks_are_in_the_tier_when_room_comes(
+    tmp_path: Path, num_buffer_blocks: int
+) -> None:
+    async with playing(tmp_path) as played:
+        options = replace(SMALL, num_buffer_blocks=num_buffer_blocks)
+        reader, store = await full_reader(played, options)
+        played.place()
+        await is_ahead(played, reader)
+        num_read = store.num_read
+        assert prefetches(reader) == (NUM_AHEAD, 0, 0, 0)
+        reader.steps.open()
+        await played.cluster.answer("filler")
+        await played.answered()
+        await reader.idle()
+        assert num_read == store.num_read == NUM_AHEAD, "storage is asked once"
+        assert prefetches(reader) == (NUM_AHEAD, NUM_AHEAD, 0, 1)
+        totals = reader.hybrid.heartbeat().totals
+        assert (totals.prefetch_used_blocks, totals.prefetch_wasted_blocks) == (NUM_AHEAD, 0)
+        assert num_computed(reader, 2) == len(FILLER) + SIZE
+        assert played.phase(PhaseName.LOAD).num_bytes == NUM_AHEAD * BLOCK_BYTES
+
+
+async def test_what_a_cancelled_request_had_brought_is_wasted(tmp_path: Path) -> None:
+    async with playing(tmp_path) as played:
+        reader, _ = await full_reader(played)
+        played.place()
+        await is_ahead(played, reader)
+        played.cluster.cancel("r", "reader")
+        assert (await played.cluster.heard("reader", RequestFinished, "r")).was_cancelled
+        assert prefetches(reader) == (NUM_AHEAD, 0, NUM_AHEAD, 0)
+
+
+async def test_blocks_that_another_request_waits_for_are_not_given_up(tmp_path: Path) -> None:
+    async with playing(tmp_path) as played:
+        reader, _ = await full_reader(played)
+        for request in ("r", "twin"):
+            played.place(request=request)
+        await is_ahead(played, reader)
+        played.cluster.cancel("r", "reader")
+        await played.cluster.heard("reader", RequestFinished, "r")
+        reader.steps.open()
+        await played.answered(request="twin")
+        await reader.idle()
+        assert prefetches(reader) == (NUM_AHEAD, NUM_AHEAD, 0, 1)
+
+
+async def test_no_more_is_brought_than_the_tier_has_room_for_and_the_rest_is_read_later(
+    tmp_path: Path,
+) -> None:
+    async with playing(tmp_path) as played:
+        reader, store = await full_reader(played, replace(SMALL, num_tier_blocks=16))
+        played.place()
+        await is_ahead(played, reader, 4)
+        assert store.num_read == 4
+        reader.steps.open()
+        await played.answered()
+        await reader.idle()
+        assert (store.num_read, prefetches(reader)) == (NUM_AHEAD, (4, 4, 0, 1))
+
+
+async def test_nothing_is_brought_while_a_read_waits_for_its_own_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefetcher, "BATCH_BYTES", 4 * BLOCK_BYTES)
+    async with playing(tmp_path) as played:
+        short = tuple(range(300, 300 + 3 * SIZE))
+        await played.fill(short, request="short")
+        reader, store = await full_reader(played)
+        store.reads.hold()
+        played.place()
+        await store.reads.arrived(1)
+        played.place(short, request="s")
+        await store.reads.arrived(2)
+        store.reads.open()
+        await is_ahead(played, reader)
+        asked = [len(hashes) for hashes in store.asked]
+        assert sorted(asked[:2]) == [2, 4], "a batch that was under way, and the load"
+        assert asked[2:] == [4, 3], "the rest comes after both"
+        reader.steps.open()
+        await played.answered()
+        await played.answered(short, request="s")
+        await reader.idle()
+
+
+async def test_a_worker_that_is_told_so_prefetches_nothing(tmp_path: Path) -> None:
+    async with playing(tmp_path) as played:
+        reader, store = await full_reader(played, replace(SMALL, is_prefetching=False))
+        played.place()
+        await played.cluster.orders_taken("reader")
+        reader.steps.open()
+        await played.answered()
+        await reader.idle()
+        assert (store.num_read, prefetches(reader)) == (0, (0, 0, 0, 0))
+        assert num_computed(reader, 2) == len(FILLER) + len(PROMPT)
 
 
 # ---- prompts that are loaded at the start --------------------------------------------------------

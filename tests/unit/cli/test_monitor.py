@@ -37,6 +37,7 @@ FIRST = WorkerTotals(
     read_seconds=3.0,
     attention_seconds=1.0,
     model_flops=1e12,
+    prefetch_used_blocks=10,
 )
 SECOND = WorkerTotals(
     at_seconds=102.0,
@@ -46,6 +47,8 @@ SECOND = WorkerTotals(
     read_seconds=3.5,
     attention_seconds=1.6,
     model_flops=5e12,
+    prefetch_used_blocks=16,
+    prefetch_wasted_blocks=2,
 )
 
 
@@ -94,6 +97,7 @@ def report(*workers: WorkerStatus) -> StatusReport:
         ("flops_achieved_busy", 4e12),
         ("hbm_usage", 0.25),
         ("fragmentation_score", 0.2),
+        ("prefetch_accuracy", 0.75),
     ],
 )
 def test_a_metric_is_what_two_heartbeats_tell(name: str, value: float) -> None:
@@ -105,7 +109,7 @@ def test_a_metric_is_what_two_heartbeats_tell(name: str, value: float) -> None:
 
 
 def test_every_metric_is_tested_and_is_of_one_kind() -> None:
-    assert len(METRICS) == 9
+    assert len(METRICS) == 10
     kinds = [(m.state, m.span, m.across) for m in METRICS.values()]
     assert all(sum(kind is not None for kind in of) == 1 for of in kinds)
 
@@ -132,6 +136,13 @@ def test_a_span_without_a_beginning_has_no_value(
 
 def test_a_span_without_prompts_has_no_hit_ratio() -> None:
     meter = Meter(METRICS["cache_hit_ratio"])
+    meter.take(report(worker(FIRST)))
+    idle = replace(FIRST, at_seconds=103.0)
+    assert meter.take(report(worker(idle)))[0].value is None
+
+
+def test_a_span_without_prefetches_has_no_accuracy() -> None:
+    meter = Meter(METRICS["prefetch_accuracy"])
     meter.take(report(worker(FIRST)))
     idle = replace(FIRST, at_seconds=103.0)
     assert meter.take(report(worker(idle)))[0].value is None
@@ -192,7 +203,7 @@ def test_an_unknown_metric_is_refused_with_those_that_exist(name: str) -> None:
     assert str(refused.value) == (
         f"--metric {name}: there is none such; there are snic_utilization, read_queue_length, "
         "cache_hit_ratio, attention_bubble_time, flops_achieved, flops_achieved_busy, "
-        "gpu_utilization, hbm_usage, fragmentation_score"
+        "gpu_utilization, hbm_usage, prefetch_accuracy, fragmentation_score"
     )
 
 

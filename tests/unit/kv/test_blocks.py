@@ -41,6 +41,21 @@ def cache(manager: BlockManager, owner: str, token_ids: Sequence[int]) -> tuple[
     return blocks
 
 
+@pytest.mark.parametrize("num_blocks", [4, 5, 6])
+def test_there_is_room_where_an_acquire_finds_some(num_blocks: int) -> None:
+    manager = make(num_blocks)
+    prompt = tokens(3)
+    cache(manager, "cached", prompt)
+    held = acquire(manager, "held", prompt[: 2 * SIZE])
+    assert held.num_cached_tokens == 2 * SIZE
+    asked = {"max_cached_tokens": 10**6, "capacity_tokens": 5 * SIZE}
+    before = manager.counts()
+    can = manager.can_acquire(prompt, **asked)
+    assert manager.counts() == before
+    assert can is (num_blocks >= 5)
+    assert (manager.acquire("a", prompt, hold=Hold.REQUEST, **asked) is not None) is can
+
+
 def test_a_new_request_gets_adjacent_blocks_in_order() -> None:
     manager = make(8)
     assert acquire(manager, "a", [1] * 10) == Acquired((0, 1, 2), 0)

@@ -2,7 +2,7 @@
 
 from common.ids import RequestId
 from common.messages.fields import Mode
-from common.scheduler.effects import PrefillStarted
+from common.scheduler.effects import PrefillStarted, RoomForPrefix
 from common.scheduler.modes import Triggers
 from common.scheduler.steps import StepPlan
 from tests.support.scheduler_bench import Bench, new_request
@@ -246,6 +246,52 @@ def test_a_cached_prefix_of_a_prompt_that_waits_does_not_count_as_work() -> None
     assert uncomputed(bench) == 20, "it was admitted without what had been cached"
     bench.finish(plan)
     assert uncomputed(bench) == 0
+
+
+def without_room(bench: Bench, name: str, kind: int) -> None:
+    """Add a prompt of 40 tokens whose prefix of 20 found no room."""
+    bench.scheduler.add(
+        new_request(name, prompt(40, kind), max_tokens=1), is_remote=False, num_awaited_tokens=20
+    )
+    bench.scheduler.prefix_has_no_room(RequestId(name))
+
+
+def test_a_prefix_without_room_is_loaded_when_there_is_some_before_later_prompts() -> None:
+    bench = Bench(num_blocks=12, budget=64)
+    bench.add(new_request("x", prompt(30, 9), max_tokens=1))
+    running, _ = bench.plan()
+    assert running is not None
+    without_room(bench, "a", 1)
+    bench.add(new_request("b", prompt(4, 2), max_tokens=1))
+    assert bench.plan() == (None, []), "there is no room, and b came later"
+    assert uncomputed(bench) == 30 + 20 + 4
+    bench.finish(running)
+    plan, effects = bench.plan()
+    assert (plan, effects) == (None, [RoomForPrefix(RequestId("a"))])
+    bench.scheduler.prefix_arrived(RequestId("a"))
+    bench.run()
+    assert list(bench.reports) == ["x", "a", "b"]
+    assert bench.violations == []
+
+
+def test_a_prefix_that_still_found_no_room_is_asked_for_no_more() -> None:
+    bench = Bench(num_blocks=12, budget=64)
+    without_room(bench, "a", 1)
+    assert bench.plan() == (None, [RoomForPrefix(RequestId("a"))])
+    bench.scheduler.prefix_arrived(RequestId("a"))
+    _, effects = bench.plan()
+    assert effects == [PrefillStarted(RequestId("a"), 0)]
+
+
+def test_who_waits_for_room_for_its_prefix_is_cancelled_or_given_back_at_once() -> None:
+    bench = Bench(num_blocks=12, budget=64)
+    without_room(bench, "a", 1)
+    without_room(bench, "b", 2)
+    bench.cancel("a")
+    assert bench.scheduler.withdraw(RequestId("b"))
+    bench.scheduler.prefix_has_no_room(RequestId("a"))
+    assert bench.plan() == (None, [])
+    assert bench.scheduler.request_ids() == ()
 
 
 def test_a_prompt_that_waits_for_a_prefix_is_cancelled_at_once() -> None:

@@ -1,11 +1,20 @@
 """The tier of host memory: what stays in it, what gives way, and that its bytes are whole."""
 
 import random
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from common.storage.host_tier import HostTier
-from tests.support.stored_blocks import BLOCK_BYTES, chain, payload
+from common.storage.interface import BlockStore
+from tests.support.stored_blocks import (
+    BLOCK_BYTES,
+    chain,
+    open_file_store,
+    payload,
+    store_chain,
+)
 
 
 def tier_of(num_slots: int) -> HostTier:
@@ -115,3 +124,90 @@ def test_chains_of_any_order_never_give_other_bytes() -> None:
     assert stats.num_blocks <= 12
     assert stats.num_hits > 0
     assert stats.num_added == stats.num_evicted + stats.num_blocks
+
+
+# ---- blocks that are here ahead of their first read ----------------------------------------------
+
+
+def prefetch(
+    tier: HostTier, stored: BlockStore, hashes: list[bytes], previous: bytes | None = None
+) -> int:
+    count = tier.prefetch(stored, hashes, previous)
+    tier.validate()
+    return count
+
+
+def ended(tier: HostTier) -> tuple[int, int, int]:
+    """Return how many blocks were prefetched, used and wasted."""
+    stats = tier.stats()
+    return stats.num_prefetched, stats.num_prefetch_used, stats.num_prefetch_wasted
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> Iterator[BlockStore]:
+    """A store that has chains a and b, of nine blocks each."""
+    store = open_file_store(tmp_path)
+    for name in "ab":
+        assert all(store_chain(store, chain(name, 9)))
+    yield store
+    store.close()
+
+
+def test_prefetched_blocks_are_whole_and_used_by_their_first_read_alone(stored: BlockStore) -> None:
+    tier, hashes = tier_of(16), chain("a", 3)
+    assert prefetch(tier, stored, hashes) == 3
+    assert ended(tier) == (3, 0, 0)
+    assert read(tier, hashes[:2]) == 2
+    assert read(tier, hashes) == 3
+    assert ended(tier) == (3, 3, 0)
+
+
+def test_a_quarter_of_the_slots_at_most_is_ahead_of_its_read(stored: BlockStore) -> None:
+    tier, hashes = tier_of(16), chain("a", 9)
+    assert prefetch(tier, stored, hashes) == 4
+    assert tier.prefetch_room == 0
+    assert prefetch(tier, stored, hashes[4:], hashes[3]) == 0
+    read(tier, hashes[:3])
+    assert tier.prefetch_room == 3
+    assert prefetch(tier, stored, hashes[4:], hashes[3]) == 3
+
+
+def test_prefetches_displace_what_is_used_least_and_no_more_than_their_share(
+    stored: BlockStore,
+) -> None:
+    tier, hot, cold = tier_of(16), chain("hot", 12), chain("cold", 4)
+    put(tier, hot)
+    put(tier, cold)
+    read(tier, hot)
+    for name in "ab":
+        prefetch(tier, stored, chain(name, 9))
+    assert (tier.num_held(hot), tier.num_held(cold)) == (12, 0)
+    assert tier.stats().num_evicted == 4
+
+
+def test_a_prefetched_block_that_is_evicted_before_its_read_is_wasted(stored: BlockStore) -> None:
+    tier, hashes = tier_of(8), chain("a", 2)
+    prefetch(tier, stored, hashes)
+    put(tier, chain("other", 8))
+    assert tier.num_held(hashes) == 0
+    assert (ended(tier), tier.prefetch_room) == ((2, 0, 2), 2)
+
+
+def test_abandoned_blocks_are_wasted_once_and_can_still_be_read(stored: BlockStore) -> None:
+    tier, hashes = tier_of(16), chain("a", 4)
+    prefetch(tier, stored, hashes)
+    read(tier, hashes[:1])
+    tier.abandon(hashes)
+    tier.abandon(hashes)
+    assert (ended(tier), tier.prefetch_room) == ((4, 1, 3), 4)
+    assert read(tier, hashes) == 4
+    assert ended(tier) == (4, 1, 3)
+
+
+def test_a_prefetch_ends_at_what_is_here_or_is_not_stored(stored: BlockStore) -> None:
+    tier, hashes = tier_of(64), chain("a", 12)
+    put(tier, hashes[2:3], hashes[1])
+    assert prefetch(tier, stored, hashes) == 2
+    assert prefetch(tier, stored, hashes[3:], hashes[2]) == 6, "nine are stored"
+    assert tier.num_held(hashes) == 9
+    assert prefetch(tier, stored, []) == 0

@@ -38,6 +38,7 @@ def test_metrics_move_by_what_was_counted_since_the_meter_began() -> None:
     )
     now = replace(BEFORE, num_hits=9, read_bytes=90, num_written=4, written_bytes=40)
     now = replace(now, num_dropped_full=5, stored_bytes=400, queued_bytes=20, tier_bytes=50)
+    now = replace(now, num_prefetched=8, num_prefetch_used=6, num_prefetch_wasted=1)
     for _ in range(2):  # the second time nothing has happened
         link = LinkStats(kv_bytes=90, kv_wait_seconds=1.5, busy_seconds=4.0)
         meter.take(now, link, BufferStats(11, 22, 33, 2.0), CODEC_NOW)
@@ -52,6 +53,10 @@ def test_metrics_move_by_what_was_counted_since_the_meter_began() -> None:
     assert value(metrics, "flowpath_store_stored_bytes") == 400
     assert value(metrics, "flowpath_store_queued_bytes") == 20
     assert value(metrics, "flowpath_store_tier_bytes") == 50
+    assert value(metrics, "flowpath_prefetched_blocks_total") == 8
+    assert value(metrics, "flowpath_prefetch_used_blocks_total") == 6
+    assert value(metrics, "flowpath_prefetch_wasted_blocks_total") == 1
+    assert value(metrics, "flowpath_prefetch_accuracy_ratio") == 0.75
     ways = ("loaded", "uploaded", "downloaded")
     passed = [value(metrics, "flowpath_store_buffer_bytes_total", way=way) for way in ways]
     assert passed == [10, 20, 30]
@@ -76,7 +81,8 @@ def test_every_count_of_blocks_has_its_event() -> None:
         for sample in family.samples
         if sample.name.endswith("_total")
     ]
-    assert [sample.value for sample in events] == [1] * (len(counts) - 1)  # num_blocks is a state
+    # num_blocks is a state, and the three of prefetches have metrics of their own.
+    assert [sample.value for sample in events] == [1] * (len(counts) - 1 - 3)
 
 
 def test_a_step_that_is_under_way_counts_until_now() -> None:
