@@ -1,4 +1,4 @@
-"""300 clients that leave at every phase, beside others that must not feel it."""
+"""Clients that leave at every phase, beside others that must not feel it."""
 
 import asyncio
 from collections import Counter
@@ -16,10 +16,10 @@ from tests.support.undisturbed import Undisturbed, greedy_bodies, run_quietly
 
 pytestmark = [pytest.mark.chaos, pytest.mark.e2e]
 
-NUM_CROWDED = 264
+NUM_CROWDED, NUM_LONG = 90, 10
+NUM_SOAK_CROWDED, NUM_SOAK_LONG = 264, 36
 NUM_CROWDED_LANES = 14
 """Clients at a time: their prompts are more than the pools hold, so most of them queue."""
-NUM_LONG = 36
 NUM_LONG_LANES = 2
 NUM_QUIET_LANES = 2
 BLOCK_SIZE = 16
@@ -60,9 +60,20 @@ def phases_of_cancels(entries: Iterable[LogEntry]) -> Counter[str]:
     return Counter(cancelled.values())
 
 
+async def test_cancels_at_every_phase_leak_nothing_and_disturb_nobody(
+    model_folder: Path, encode: Encode
+) -> None:
+    await _cancel(model_folder, encode, NUM_CROWDED, NUM_LONG)
+
+
+@pytest.mark.soak
 async def test_300_cancels_at_every_phase_leak_nothing_and_disturb_nobody(
     model_folder: Path, encode: Encode
 ) -> None:
+    await _cancel(model_folder, encode, NUM_SOAK_CROWDED, NUM_SOAK_LONG)
+
+
+async def _cancel(model_folder: Path, encode: Encode, num_crowded: int, num_long: int) -> None:
     options = ClusterOptions(
         model_folder,
         kv_bytes=NUM_BLOCKS * BLOCK_SIZE * TOKEN_BYTES,
@@ -76,18 +87,18 @@ async def test_300_cancels_at_every_phase_leak_nothing_and_disturb_nobody(
         disturbers = Disturbers(cluster, encode)
         started = monotonic()
         await cluster.ask(PATH, greedy_bodies(encode, (LONG_TOKENS,), 1, first=90_000)[0])
-        await run_lanes(disturbers.long(NUM_LONG, monotonic() - started), NUM_LONG_LANES)
+        await run_lanes(disturbers.long(num_long, monotonic() - started), NUM_LONG_LANES)
         is_over = asyncio.Event()
         async with asyncio.TaskGroup() as group:
             beside = [
                 group.create_task(_repeat(cluster, quiet[lane::NUM_QUIET_LANES], is_over))
                 for lane in range(NUM_QUIET_LANES)
             ]
-            await run_lanes(disturbers.crowded(NUM_CROWDED), NUM_CROWDED_LANES)
+            await run_lanes(disturbers.crowded(num_crowded), NUM_CROWDED_LANES)
             is_over.set()
 
         assert [task.result() for task in beside] == [[]] * NUM_QUIET_LANES
-        assert disturbers.ends.total() == NUM_LONG + NUM_CROWDED == 300
+        assert disturbers.ends.total() == num_long + num_crowded
         for name, counts in (await cluster.wait_idle()).items():
             assert (counts.referenced, counts.in_transfer) == (0, 0), name
             assert counts.total == NUM_BLOCKS == counts.free + counts.cached, name
