@@ -23,6 +23,8 @@ from common.models.config import ModelConfig
 from common.scheduler.local import LocalScheduler
 from common.scheduler.steps import SchedulerLimits
 from common.scheduler.swap import SwapSpace
+from common.storage.codec_fp8 import FP8, Fp8Codec
+from common.storage.codec_stage import CodecStage
 from common.storage.host_tier import HostTier
 from common.storage.interface import BlockStore, NoStore, StoreIdentity
 from common.traffic.shared_link import SharedLink
@@ -184,7 +186,9 @@ class RunningWorker:
             memory = HostMemory(self.pool, options.num_buffer_blocks * size, "buffer")
             buffer = StoreBuffer(memory)
             self._memories.append(memory)
-        return WorkerStore(options.store or NoStore(IDENTITY), self.pool, tier, buffer)
+        store = options.store or NoStore(IDENTITY)
+        stage = CodecStage(Fp8Codec(LAYOUT)) if store.identity.codec == FP8 else None
+        return WorkerStore(store, self.pool, tier, buffer, stage)
 
     def _pace(self, rows: Sequence[StepRow]) -> None:
         self.steps.pass_through()

@@ -72,6 +72,29 @@ def test_blocks_are_stored_encoded_where_that_is_wished(url: str, pool: KVPool) 
         assert opened.longest_prefix([b"h" * 16]) == 0, "it has another codec"
 
 
+def test_encoded_blocks_are_prefetched_into_the_tier_as_the_pool_has_them(
+    url: str, pool: KVPool
+) -> None:
+    settings = Settings(store=url, store_codec="fp8")
+    numbers = np.frombuffer(pool.buffer, np.float32)
+    numbers[:2048] = np.arange(2048) % 16
+    hashes = [b"g" * 16, b"h" * 16]
+    with closing(open_worker_store(settings, machine(pool))) as opened:
+        path = opened.open_path(LinkedStore(opened.storage, SharedLink(0)))
+        assert path.write(PublishedBlocks("o", (0, 1), tuple(hashes), ())) == 0
+    settings = Settings(store=url, store_codec="fp8", host_tier_bytes=8 * SIZE)
+    with closing(open_worker_store(settings, machine(pool))) as opened:
+        ahead, linked = (LinkedStore(opened.storage, SharedLink(0)) for _ in range(2))
+        assert opened.prefetch(ahead, hashes, None) == 2
+        assert opened.open_path(linked).read(hashes, [2, 3], None) == 2
+        assert linked.num_read == 0, "both are in the tier"
+        count = LAYOUT.payload_bytes // 4
+        for start in (0, 1024):
+            assert (
+                numbers[start + 2048 : start + 2048 + count] == numbers[start : start + count]
+            ).all()
+
+
 def test_a_codec_for_a_pool_that_is_quantised_already_is_refused_by_name(
     tmp_path: Path, url: str, pool: KVPool
 ) -> None:
