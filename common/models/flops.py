@@ -20,7 +20,7 @@ are a few thousandths; and whatever an engine computes beyond need, such as padd
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from common.models.config import ModelConfig
@@ -48,16 +48,13 @@ class ComputedRow(Protocol):
 def step_flops(config: ModelConfig, rows: Iterable[ComputedRow]) -> int:
     """Return the operations of one step of the whole model, however many devices share it."""
     *inner, last = config.layer_windows
-    inner_layers = Counter(inner)
-    num_tokens = num_draws = inner_pairs = last_pairs = 0
-    for row in rows:
-        start, count = row.start, row.num_tokens
-        num_tokens += count
-        for window, num_layers in inner_layers.items():
-            inner_pairs += num_layers * num_pairs(start, count, window)
-        if row.is_last:
-            num_draws += 1
-            last_pairs += num_pairs(start + count - 1, 1, last)
+    spans = [(row.start, row.num_tokens, row.is_last) for row in rows]
+    num_tokens = sum(count for _, count, _ in spans)
+    seen = [start + count for start, count, is_last in spans if is_last]
+    num_draws, last_pairs = len(seen), sum(seen if last is None else (min(n, last) for n in seen))
+    inner_pairs = sum(
+        num_layers * _all_pairs(spans, window) for window, num_layers in Counter(inner).items()
+    )
     hidden = config.hidden_size
     key_value = 2 * hidden * 2 * config.kv_size
     query_output = 2 * 2 * hidden * config.q_size
@@ -65,6 +62,12 @@ def step_flops(config: ModelConfig, rows: Iterable[ComputedRow]) -> int:
     of_tokens = num_tokens * (len(inner) * (key_value + query_output + mlp) + key_value)
     of_draws = num_draws * (query_output + mlp + 2 * hidden * config.vocab_size)
     return of_tokens + of_draws + 4 * config.q_size * (inner_pairs + last_pairs)
+
+
+def _all_pairs(spans: Sequence[tuple[int, int, bool]], window: int | None) -> int:
+    if window is None:  # told apart, since steps have hundreds of rows and models no windows
+        return sum(count * (2 * start + count + 1) for start, count, _ in spans) // 2
+    return sum(num_pairs(start, count, window) for start, count, _ in spans)
 
 
 def num_pairs(start: int, count: int, window: int | None) -> int:
