@@ -18,6 +18,7 @@ BENCHMARKS = (
     "load_aware",
     "chats",
     "placement",
+    "hot_replicas",
     "dualpath_scheduling",
     "storage_paths",
     "layerwise",
