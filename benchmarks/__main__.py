@@ -21,6 +21,7 @@ BENCHMARKS = (
     "hot_replicas",
     "dualpath_scheduling",
     "storage_paths",
+    "stored_prefix",
     "layerwise",
 )
 """Modules of this folder; each has ``main(argv) -> int``, which is 0 when its targets are met."""

@@ -19,6 +19,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="session")]
 
 BLOCK_SIZE = 64
 NUM_TURNS = 4
+NUM_SOAK_TURNS = 40
 NUM_OBSERVED = 100
 """Tokens that each turn adds before it asks for the next action."""
 NUM_DRAWN = 12
@@ -87,22 +88,25 @@ def gaps_of(folder: Path, agent: Agent) -> list[float]:
     return [float(logits[at - 1].max() - logits[at - 1, agent.tokens[at]]) for at in agent.drawn]
 
 
+@pytest.mark.parametrize(
+    "num_turns", [NUM_TURNS, pytest.param(NUM_SOAK_TURNS, marks=pytest.mark.soak)]
+)
 async def test_an_agents_later_turns_come_from_the_store_after_all_was_killed(
-    model_folder: Path, encode: Encode, tmp_path: Path
+    model_folder: Path, encode: Encode, tmp_path: Path, num_turns: int
 ) -> None:
     store = tmp_path / "store"
     settings = {"store": f"file:{store}", "roles": "manual"}
-    text = exact_prompt("agent", NUM_TURNS * NUM_OBSERVED).token_ids(encode)
+    text = exact_prompt("agent", num_turns * NUM_OBSERVED).token_ids(encode)
     observed = [text[at : at + NUM_OBSERVED] for at in range(0, len(text), NUM_OBSERVED)]
     agent = Agent()
     async with running_cluster(ClusterOptions(model_folder, settings=settings)) as cluster:
-        for turn in observed[: NUM_TURNS // 2]:
+        for turn in observed[: num_turns // 2]:
             await agent.turn(cluster, turn)
         num_blocks = agent.num_stored_blocks
         await cluster.wait_until("all is stored", lambda _: len(files_of(store)) >= num_blocks)
         assert len(files_of(store)) == num_blocks
         await restart_all(cluster)
-        usages = [await agent.turn(cluster, turn) for turn in observed[NUM_TURNS // 2 :]]
+        usages = [await agent.turn(cluster, turn) for turn in observed[num_turns // 2 :]]
     (load,) = phases_of(usages[0], "load")
     assert load["worker"] == "prefill-0", "both sides were idle"
     assert load["num_tokens"] == num_blocks * BLOCK_SIZE
