@@ -184,6 +184,12 @@ class HostTier:
         with self._mutex:
             self._num_prefetch_wasted += self._first_read(hashes)
 
+    def abandon_all(self) -> None:
+        """Nobody waits for any block that was not read yet: who did has ended."""
+        with self._mutex:
+            self._num_prefetch_wasted += len(self._ahead)
+            self._ahead.clear()
+
     def stats(self) -> TierStats:
         """Return the counts of now."""
         with self._mutex:
@@ -240,6 +246,9 @@ class HostTier:
         """Return slots of the leading blocks that are new and may be here ahead of a read."""
         slots: list[int] = []
         keep = {previous, *hashes}
+        if previous is not None and previous in self._slot_of:
+            self._tick += 1
+            self._tree.touch(previous, self._tick)  # it is waited for: others are older
         room = self._max_ahead - len(self._ahead) - self._num_reading_ahead
         for block_hash in hashes[: max(0, room)]:
             if block_hash in self._slot_of or block_hash in self._filling:

@@ -7,10 +7,12 @@ batch of ``BATCH_BYTES`` after the other: a load that comes in the meantime shar
 batch at most. The tier bounds how many blocks are ahead of their read (``HostTier.prefetch``). When
 there is room, the load finds them there.
 
-Oldest first. A prefix is done with when its blocks are there, or at the first that is not stored.
+Oldest first. A prefix is done with when its blocks are there, or at the first that is not stored or
+finds no slot.
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -42,11 +44,14 @@ class Prefetcher:
         self._prefixes = prefixes
         self._batch = max(1, BATCH_BYTES // access.block_bytes)
         self._awaited: dict[RequestId, _Awaited] = {}
+        self._num_awaiting: Counter[bytes] = Counter()
         self._changed = asyncio.Event()
         prefixes.on_idle = self._changed.set
 
     def begin(self, request_id: RequestId, hashes: Sequence[bytes], num_cached: int) -> None:
         """Bring what follows the first ``num_cached`` blocks of a prefix into the tier."""
+        if request_id not in self._awaited:
+            self._num_awaiting.update(hashes)
         self._awaited[request_id] = _Awaited(hashes, num_cached)
         self._changed.set()
 
@@ -60,6 +65,10 @@ class Prefetcher:
         ended = self._awaited.pop(request_id, None)
         if ended is None:
             return
+        for block in ended.hashes:
+            self._num_awaiting[block] -= 1
+            if not self._num_awaiting[block]:
+                del self._num_awaiting[block]
         self._abandon(ended.hashes)
         self._changed.set()
 
@@ -91,13 +100,12 @@ class Prefetcher:
         previous = awaited.hashes[start - 1] if start else None
         num_read = await self._access.prefetch(part, previous)
         awaited.next += num_read
-        if num_read < len(part):
-            awaited.is_done = True
+        if num_read < len(part) and not self._access.num_in_tier(awaited.hashes[awaited.next :]):
+            awaited.is_done = True  # it is not stored, or there is no slot
         log.debug("prefetched", request_id=request_id, num_blocks=num_read, num_asked=len(part))
         if self._awaited.get(request_id) is not awaited:
             self._abandon(part)
 
     def _abandon(self, hashes: Sequence[bytes]) -> None:
         """Give up blocks, but for those that another request waits for."""
-        others = {block for awaited in self._awaited.values() for block in awaited.hashes}
-        self._access.abandon([block for block in hashes if block not in others])
+        self._access.abandon([block for block in hashes if block not in self._num_awaiting])

@@ -144,6 +144,7 @@ class StoreAccess:
         self._link.lift()
         for thread in (self._lookups, self._reads, self._copies, self._prefetches):
             thread.shutdown(wait=True, cancel_futures=True)
+        self._store.abandon_all()  # the tier outlives this, and who waited for its blocks does not
         self._path.close()
 
     def _read(

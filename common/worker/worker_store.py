@@ -93,6 +93,11 @@ class WorkerStore:
         if self._tier is not None:
             self._tier.tier.abandon(hashes)
 
+    def abandon_all(self) -> None:
+        """Nobody waits for any block in the tier."""
+        if self._tier is not None:
+            self._tier.tier.abandon_all()
+
     def open_path(self, linked: LinkedStore) -> StorePath:
         """Return a way between pool and store, whose reads of storage go through ``linked``."""
         storage = self._with_codec(linked)

@@ -120,9 +120,13 @@ class Replicas:
             if key not in self._members.workers:
                 return [self._end(request_id, f"{key[0]} is gone", cause)]
         hits = self._prefixes.index.hits(replica.prefix.hashes[: replica.num_blocks])
-        if hits.get(replica.target, 0) >= replica.num_blocks:
+        has_now = hits.get(replica.target, 0)
+        had_before = replica.num_blocks - replica.num_missing
+        # A source that evicted some of it meanwhile sends the rest.
+        if has_now > had_before and has_now >= min(replica.num_blocks, hits.get(replica.source, 0)):
             del self._copies[request_id]
-            facts = (*_sides(replica), ("seconds", round(now - copy.ordered_at, 3)))
+            seconds = round(now - copy.ordered_at, 3)
+            facts = (*_sides(replica), ("num_blocks", has_now), ("seconds", seconds))
             return [Note("replica_held", cause, request_id, facts)]
         if now - copy.ordered_at > MAX_COPY_SECONDS:
             return [self._end(request_id, f"nothing came in {MAX_COPY_SECONDS:g} s", cause)]

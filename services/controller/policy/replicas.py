@@ -57,8 +57,8 @@ class Replica:
 
     @property
     def digest(self) -> bytes:
-        """The hash that names what is copied."""
-        return self.prefix.hashes[self.num_blocks - 1]
+        """The hash that names the prefix, however much of it there is to copy at a time."""
+        return self.prefix.digest
 
 
 def plan_replicas(
@@ -94,7 +94,7 @@ def _replica(
     num_blocks = max((hits.get(worker.key, 0) for worker in workers), default=0)
     if num_blocks < MIN_HOT_BLOCKS:
         return None
-    digest = prefix.hashes[num_blocks - 1]
+    digest = prefix.digest
     needing = [worker for worker in workers if worker.role is not Role.DECODE]
     num_holders = sum(hits.get(worker.key, 0) >= num_blocks for worker in needing)
     num_coming = sum(copy.digest == digest for copy in under_way)

@@ -191,3 +191,21 @@ def test_a_third_holder_is_found_while_the_first_copy_is_under_way() -> None:
     cluster.index("d0", 1, HASHES)
     assert copies(cluster.tick(after=ROUND)) == [("d0", "p1")]
     assert copies(cluster.tick(after=ROUND)) == [("p0", "p2")]
+
+
+def test_a_copy_of_what_its_source_still_has_has_ended_too() -> None:
+    cluster = copying_cluster()
+    cluster.index("p0", 2, removed=HASHES[-1:])
+    cluster.index("p1", 1, HASHES[:-1])
+    effects = cluster.tick(after=ROUND)
+    assert told(effects) == ["replica_held"]
+    assert facts(effects, "replica_held")["num_blocks"] == NUM_BLOCKS - 1
+
+
+def test_a_prefix_rests_however_much_of_it_its_source_holds() -> None:
+    cluster = copying_cluster()
+    cluster.not_copied("p0", "replica-1")
+    cluster.index("p0", 2, removed=HASHES[-1:])
+    use(cluster, 8, first=100)
+    idle(cluster)
+    assert copies(cluster.tick(after=ROUND)) == []

@@ -211,3 +211,22 @@ def test_a_prefetch_ends_at_what_is_here_or_is_not_stored(stored: BlockStore) ->
     assert prefetch(tier, stored, hashes[3:], hashes[2]) == 6, "nine are stored"
     assert tier.num_held(hashes) == 9
     assert prefetch(tier, stored, []) == 0
+
+
+def test_a_prefetch_displaces_others_though_what_it_goes_on_from_is_the_oldest(
+    stored: BlockStore,
+) -> None:
+    tier, hashes, others = tier_of(16), chain("a", 6), chain("others", 14)
+    put(tier, hashes[:2])
+    put(tier, others)
+    assert prefetch(tier, stored, hashes[2:], hashes[1]) == 4
+    assert (tier.num_held(hashes), tier.num_held(others)) == (6, 10)
+
+
+def test_what_those_who_ended_waited_for_makes_room_for_others(stored: BlockStore) -> None:
+    tier = tier_of(16)
+    assert prefetch(tier, stored, chain("a", 9)) == 4
+    tier.abandon_all()
+    assert (ended(tier), tier.prefetch_room) == ((4, 0, 4), 4)
+    tier.abandon_all()
+    assert ended(tier) == (4, 0, 4)
