@@ -9,16 +9,15 @@ the blocks that the decode side did not have.
 
 import argparse
 import asyncio
-import json
 import random
 from contextlib import ExitStack
 from statistics import median
-from time import perf_counter
 
 import httpx
 
 from benchmarks.report import Cell, print_table, write_results
 from benchmarks.served_cluster import ServedCluster, served
+from benchmarks.streamed import ask_streamed, model_of
 from common.telemetry.story import LogEntry, read_log_folder
 
 POLICIES = ("round_robin", "prefix_aware", "flowkv")
@@ -37,25 +36,14 @@ def _words(source: random.Random, count: int) -> str:
 async def _turn(client: httpx.AsyncClient, messages: list[dict[str, str]]) -> tuple[float, str]:
     """Ask, and return the seconds to the first token and the answer."""
     body = {
-        "model": (await client.get("/v1/models")).json()["data"][0]["id"],
+        "model": await model_of(client),
         "messages": messages,
         "max_tokens": 32,
         "temperature": 0,
         "ignore_eos": True,
-        "stream": True,
     }
-    started, first, text = perf_counter(), 0.0, ""
-    async with client.stream("POST", "/v1/chat/completions", json=body) as answer:
-        answer.raise_for_status()
-        async for line in answer.aiter_lines():
-            if not line.startswith("data: {"):
-                continue
-            for choice in json.loads(line.removeprefix("data: "))["choices"]:
-                piece = choice["delta"].get("content") or ""
-                if piece and not first:
-                    first = perf_counter() - started
-                text += piece
-    return first, text
+    answer = await ask_streamed(client, "/v1/chat/completions", body)
+    return answer.first_seconds, answer.text
 
 
 async def _chat(cluster: ServedCluster, seed: int, num_turns: int, num_words: int) -> list[float]:

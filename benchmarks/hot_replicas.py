@@ -12,12 +12,12 @@ import asyncio
 import random
 from contextlib import ExitStack
 from statistics import median
-from time import perf_counter
 
 import httpx
 
 from benchmarks.report import Cell, print_table, write_results
 from benchmarks.served_cluster import ServedCluster, served
+from benchmarks.streamed import ask_streamed, model_of
 from common.telemetry.story import read_log_folder
 
 TIMEOUT_SECONDS = 300.0
@@ -36,15 +36,8 @@ async def _first_token(client: httpx.AsyncClient, model: str, prompt: list[int])
         "max_tokens": 4,
         "temperature": 0,
         "ignore_eos": True,
-        "stream": True,
     }
-    started, first = perf_counter(), 0.0
-    async with client.stream("POST", "/v1/completions", json=body) as answer:
-        answer.raise_for_status()
-        async for line in answer.aiter_lines():
-            if line.startswith("data: {") and not first:
-                first = perf_counter() - started
-    return first
+    return (await ask_streamed(client, "/v1/completions", body)).first_seconds
 
 
 async def _round(
@@ -58,7 +51,7 @@ async def _round(
         return [*shared, *(source.randrange(100, 4096) for _ in range(NUM_TAIL_TOKENS))]
 
     async with httpx.AsyncClient(base_url=cluster.url, timeout=TIMEOUT_SECONDS) as client:
-        model = (await client.get("/v1/models")).json()["data"][0]["id"]
+        model = await model_of(client)
         for _ in range(NUM_HEATING):
             await _first_token(client, model, prompt())
         await asyncio.sleep(REST_SECONDS)

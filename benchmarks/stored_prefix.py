@@ -10,18 +10,16 @@ within this one run.
 
 import argparse
 import asyncio
-import json
 import random
 import tempfile
 from dataclasses import dataclass
 from statistics import median
-from time import perf_counter
-from typing import Any
 
 import httpx
 
 from benchmarks.report import Cell, print_table, write_results
 from benchmarks.served_cluster import served
+from benchmarks.streamed import ask_streamed, model_of
 
 BLOCK_SIZE = 64
 TOKEN_BYTES = 30 * 2 * 3 * 64 * 2
@@ -52,21 +50,14 @@ async def _ask(client: httpx.AsyncClient, model: str, prompt: list[int]) -> Aske
         "max_tokens": 2,
         "temperature": 0,
         "ignore_eos": True,
-        "stream": True,
         "stream_options": {"include_usage": True},
         "x_phases": True,
     }
-    started, first = perf_counter(), 0.0
-    usage: dict[str, Any] = {}  # Any: JSON
-    async with client.stream("POST", "/v1/completions", json=body) as answer:
-        answer.raise_for_status()
-        async for line in answer.aiter_lines():
-            if line.startswith("data: {"):
-                first = first or perf_counter() - started
-                usage = json.loads(line.removeprefix("data: ")).get("usage") or usage
+    answer = await ask_streamed(client, "/v1/completions", body)
+    usage = answer.usage
     loads = [phase for phase in usage["x_phases"] if phase["name"] == "load"]
     return Asked(
-        first,
+        answer.first_seconds,
         usage["prompt_tokens_details"]["cached_tokens"],
         sum(phase["num_tokens"] for phase in loads),
         sum(phase["seconds"] for phase in loads),
@@ -83,7 +74,7 @@ async def _rounds(url: str, num_tokens: int, rounds: int) -> tuple[list[Asked], 
 
     computed, loaded = [], []
     async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_SECONDS) as client:
-        model = (await client.get("/v1/models")).json()["data"][0]["id"]
+        model = await model_of(client)
         await _ask(client, model, words(num_tokens))  # rates are measured by it
         for number in range(rounds):
             prompt = words(num_tokens)

@@ -11,7 +11,7 @@ class CodecStore:
     """The pool's blocks in front of ``storage``, which has encoded ones (see ``BlockStore``).
 
     What is read is what was written but for the codec's error. Bytes are counted as storage moves
-    them. Both storage and stage stay their owner's to close.
+    them. The stage stays its owner's to close.
     """
 
     def __init__(self, storage: BlockStore, stage: CodecStage) -> None:
