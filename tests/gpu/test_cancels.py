@@ -51,10 +51,10 @@ async def test_1000_cancels_leak_no_block_and_no_device_memory(
     )
     async with running_cluster(options) as cluster:
         disturbers = Disturbers(cluster, encode)
-        await run_lanes(disturbers.crowded(NUM_WARM), NUM_LANES)
+        await run_lanes(disturbers.crowded(range(NUM_WARM)), NUM_LANES)
         await cluster.wait_idle()
         before = used_bytes()
-        await run_lanes(disturbers.crowded(NUM_CLIENTS), NUM_LANES)
+        await run_lanes(disturbers.crowded(range(NUM_CLIENTS)), NUM_LANES)
         for name, counts in (await cluster.wait_idle()).items():
             assert (counts.referenced, counts.in_transfer) == (0, 0), name
             assert counts.total == NUM_BLOCKS == counts.free + counts.cached, name

@@ -39,8 +39,8 @@ class Disturbers:
 
         return [job(number) for number in range(count)]
 
-    def crowded(self, count: int) -> list[Job]:
-        """Return so many clients of every kind."""
+    def crowded(self, numbers: range) -> list[Job]:
+        """Return a client for each number, of every kind in turn."""
         ways = [
             self._leaves_after_some_events,
             self._leaves_after_some_events,
@@ -48,7 +48,7 @@ class Disturbers:
             self._gives_up_waiting,
             self._stops_choices,
         ]
-        return [self._client(ways[number % len(ways)], number) for number in range(count)]
+        return [self._client(ways[number % len(ways)], number) for number in numbers]
 
     async def _note(self, client: Coroutine[None, None, str]) -> None:
         self.ends[await client] += 1
