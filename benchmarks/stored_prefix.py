@@ -43,7 +43,8 @@ class Asked:
     loaded_by: str
 
 
-async def _ask(client: httpx.AsyncClient, model: str, prompt: list[int]) -> Asked:
+async def ask_for(client: httpx.AsyncClient, model: str, prompt: list[int]) -> Asked:
+    """Ask for two tokens after a prompt."""
     body = {
         "model": model,
         "prompt": prompt,
@@ -75,12 +76,12 @@ async def _rounds(url: str, num_tokens: int, rounds: int) -> tuple[list[Asked], 
     computed, loaded = [], []
     async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_SECONDS) as client:
         model = await model_of(client)
-        await _ask(client, model, words(num_tokens))  # rates are measured by it
+        await ask_for(client, model, words(num_tokens))  # rates are measured by it
         for number in range(rounds):
             prompt = words(num_tokens)
-            computed.append(await _ask(client, model, prompt + words(NUM_NEW_TOKENS)))
-            await _ask(client, model, words(num_tokens + NUM_NEW_TOKENS + NUM_MORE_TOKENS))
-            loaded.append(await _ask(client, model, prompt + words(NUM_NEW_TOKENS)))
+            computed.append(await ask_for(client, model, prompt + words(NUM_NEW_TOKENS)))
+            await ask_for(client, model, words(num_tokens + NUM_NEW_TOKENS + NUM_MORE_TOKENS))
+            loaded.append(await ask_for(client, model, prompt + words(NUM_NEW_TOKENS)))
             print(
                 f"  round {number + 1}/{rounds}: computed {1e3 * computed[-1].seconds:.0f} ms, "
                 f"loaded {1e3 * loaded[-1].seconds:.0f} ms",

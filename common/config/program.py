@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from common.config.load import load_settings, read_settings
 from common.config.settings import Settings
@@ -47,6 +48,16 @@ def run_program(
     except ConfigError as error:
         sys.stderr.write(f"flowpath {program}: {error}\n")
         return EXIT_CONFIG_ERROR
+
+
+def end_now(code: int) -> NoReturn:
+    """End the process without the interpreter's own end.
+
+    For workers and ranks: threads of the libraries may be waiting for other ranks, for ever.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def die_with_parent(parent: int) -> None:

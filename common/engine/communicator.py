@@ -1,5 +1,6 @@
 """How the ranks of one engine add up their partial results."""
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -26,6 +27,10 @@ class Communicator(Protocol):
         """Overwrite every rank's contiguous tensor with that of rank 0."""
         ...
 
+    def before_parting(self, release: Callable[[], None]) -> None:
+        """Have ``release`` called before the connection ends: it lets go of captured operations."""
+        ...
+
 
 class Alone:
     """The communicator of the only rank."""
@@ -38,6 +43,9 @@ class Alone:
 
     def share(self, tensor: torch.Tensor) -> None:
         """Leave the tensor as it is."""
+
+    def before_parting(self, release: Callable[[], None]) -> None:
+        """Do nothing: there is no connection."""
 
 
 ALONE = Alone()

@@ -55,6 +55,8 @@ GREEDY = SamplingParams(seed=0, max_tokens=1000, temperature=0.0, num_logprobs=5
 PLAIN = SamplingParams(seed=0, max_tokens=1000, temperature=0.0)
 PROMPTS = [[*range(3, 8)], [*range(10, 90)], [*range(20, 53)]]
 NUM_NEW = 24
+END_SECONDS = 10.0
+"""NCCL would wait for captured operations much longer."""
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +120,14 @@ def test_chunks_on_prefixes_and_steps_without_draws(
         )
     found, expected = ([[*rows[0]], [*rows[2]]] for rows in results)
     assert_near(found, expected, NOISE[dtype])
+
+
+def test_an_engine_with_captured_steps_ends(folder: Path) -> None:
+    ranks = CudaRanks(folder, DEVICES, dtype="bfloat16")
+    ranks.generate(PROMPTS, PLAIN, 4, ahead=True)
+    begin = perf_counter()
+    ranks.close()
+    assert perf_counter() - begin < END_SECONDS
 
 
 def test_an_fp8_cache_over_two_gpus(folder: Path) -> None:

@@ -146,6 +146,12 @@ class DecodeGraphs:
         self._latest = inputs.packed
         return self._logits[:num_rows] if self._decoder.has_head else None
 
+    def release(self) -> None:
+        """Let go of all graphs, none of which is running."""
+        for captured in self._graphs.values():
+            captured.graph.reset()
+        self._graphs.clear()
+
     def latest_rows(self) -> TensorRows:
         """Return the device's rows of the latest run, then its padding, until the next run."""
         assert self._latest is not None  # run comes first

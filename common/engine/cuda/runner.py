@@ -99,6 +99,7 @@ class CudaRunner:
                     self._decoder, kernels, self._slab, num_drawn, scratch_block
                 )
                 self._graphs.capture(ladder(max_num_seqs), config.vocab_size, self.drawn, tell)
+                communicator.before_parting(self._graphs.release)
 
     def on_stream(self) -> InferenceOn:
         """Return the context in which all else of a step is enqueued."""

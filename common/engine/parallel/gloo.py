@@ -1,5 +1,6 @@
 """Adding up the partial results of ranks in processes on CPUs, over gloo and the loopback."""
 
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -49,8 +50,14 @@ class GlooCommunicator:
         """Overwrite every rank's tensor with that of rank 0."""
         self._connected.broadcast(tensor, 0).wait()
 
+    def before_parting(self, release: Callable[[], None]) -> None:
+        """Do nothing: operations on CPUs are not captured."""
+
     def abort(self) -> None:
         """Do nothing: operations end by themselves when a rank's connections do."""
+
+    def close(self) -> None:
+        """Do nothing: the connections end with the ranks."""
 
     @property
     def _connected(self) -> Any:

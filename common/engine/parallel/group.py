@@ -1,7 +1,7 @@
 """Rank 0's view of the other ranks: it orders, they report, and a loss is a loss for good.
 
 One thread listens to all of them. It is the first to know that a rank is gone, and calls ``let_go``
-then, which lets rank 0 out of an operation that waits for that rank.
+then, which lets rank 0 out of an operation that waits for that rank. ``part`` is for a quiet end.
 """
 
 import selectors
@@ -45,9 +45,16 @@ AnswerT = TypeVar("AnswerT", PoolMade, Joined)
 class RankGroup:
     """The ranks 1 to N - 1. All but ``close`` and ``broken`` raise EngineBroken after a loss."""
 
-    def __init__(self, num_ranks: int, let_go: Callable[[], None]) -> None:
-        """Start the processes; ``let_go`` is called once, from any thread: at a loss or the end."""
+    def __init__(
+        self, num_ranks: int, let_go: Callable[[], None], part: Callable[[], None]
+    ) -> None:
+        """Start the processes.
+
+        One of the two is called, once: ``let_go`` at a loss, from any thread, or ``part`` at the
+        end, where no step is under way.
+        """
         self._let_go = let_go
+        self._part = part
         self._changed = threading.Condition()
         self._reason: str | None = None
         self._deadline: float | None = None
@@ -157,7 +164,7 @@ class RankGroup:
             process.close()
         self._listener.join()
         if not was_broken:
-            self._let_go()
+            self._part()
 
     # ---- inside ----------------------------------------------------------------------------------
 

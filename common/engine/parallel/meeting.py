@@ -44,7 +44,7 @@ class Meeting:
         self._rendezvous = str(Path(self._folder.name, "rendezvous"))
         root = Shard(0, settings.num_ranks)
         self.communicator = make_communicator(settings, root, self._rendezvous)
-        self.group = RankGroup(settings.num_ranks, self._let_go)
+        self.group = RankGroup(settings.num_ranks, self._let_go, self._part)
 
     def load(self) -> None:
         """Have every rank load its weights; those for CPUs do when they have pools."""
@@ -71,6 +71,10 @@ class Meeting:
 
     def _let_go(self) -> None:
         self.communicator.abort()
+        self._folder.cleanup()
+
+    def _part(self) -> None:
+        self.communicator.close()
         self._folder.cleanup()
 
 

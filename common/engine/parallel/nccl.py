@@ -1,13 +1,16 @@
 """Adding up the partial results of ranks on GPUs, over NCCL.
 
 All operations go to torch's current stream, so that they stand in their order between the kernels,
-and in a captured graph they are part of it.
+and in a captured graph they are part of it. NCCL's communicator does not end before such graphs.
 """
 
+import threading
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import structlog
 import torch
 from torch import distributed
 
@@ -19,7 +22,12 @@ NCCL_SECONDS = 1800.0
 MEET_SECONDS = 120.0
 """How long a rank waits for the others to come."""
 
+ABORT_SECONDS = 5.0
+"""How long an abort is waited for: the device is let out at once, but NCCL waits for graphs."""
+
 # Any: torch's stubs leave out the group and its options.
+
+log = structlog.get_logger()
 
 
 class NcclCommunicator:
@@ -34,6 +42,7 @@ class NcclCommunicator:
         self._rendezvous = rendezvous
         self._device = device
         self._group: Any = None
+        self._releases: list[Callable[[], None]] = []
         self._summing: Any = distributed.AllreduceOptions()
         self._sharing: Any = distributed.BroadcastOptions()
         # On the current stream itself, not on one that it waits for.
@@ -71,11 +80,27 @@ class NcclCommunicator:
         """Enqueue that every rank's tensor becomes that of rank 0."""
         _wait(self._connected.broadcast([tensor], self._sharing))
 
+    def before_parting(self, release: Callable[[], None]) -> None:
+        """Have ``close`` call this first (see ``Communicator``)."""
+        self._releases.append(release)
+
     def abort(self) -> None:
         """Let the device out of operations that wait for a rank; a second call does nothing."""
         group, self._group = self._group, None
-        if group is not None:
-            group.abort()
+        if group is None:
+            return
+        # After a loss captured operations may be running, and NCCL would wait for them for ever.
+        aborting = threading.Thread(target=group.abort, name="nccl-abort", daemon=True)
+        aborting.start()
+        aborting.join(ABORT_SECONDS)
+        if aborting.is_alive():
+            log.warning("nccl_abort_unfinished", seconds=ABORT_SECONDS)
+
+    def close(self) -> None:
+        """Part from the other ranks: no operation is under way, and none follows."""
+        for release in self._releases:
+            release()
+        self.abort()
 
     @property
     def _connected(self) -> Any:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import assert_never
 
-from common.config.program import die_with_parent
+from common.config.program import die_with_parent, end_now
 from common.engine.parallel.follower import CpuFollower, Finish, Follower
 from common.engine.parallel.messages import (
     MAX_TEXT,
@@ -121,5 +121,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    # Without the interpreter's own end: threads of the libraries may be waiting for other ranks.
-    os._exit(main())
+    end_now(main())

@@ -1,9 +1,9 @@
-"""A worker's pool with both sides of transport nccl, driven line by line.
+"""A worker's pool with both sides of a transport between hosts, driven line by line.
 
-``python -m tests.gpu.nccl_side DEVICE NUM_BLOCKS BLOCK_BYTES STALL_SECONDS`` answers each line of
-its input, a JSON list of a command and its arguments, with a line of JSON: ``{"is": ...}``, or
-``{"error": ...}`` for a transfer that failed. DEVICE is a GPU's number, or ``host`` for a pool in
-host memory and sockets in NCCL's place.
+``python -m tests.gpu.pair_side TRANSPORT DEVICE NUM_BLOCKS BLOCK_BYTES STALL_SECONDS`` answers each
+line of its input, a JSON list of a command and its arguments, with a line of JSON: ``{"is": ...}``,
+or ``{"error": ...}`` for a transfer that failed. TRANSPORT is ``nccl`` or ``rdma``. DEVICE is a
+GPU's number, or ``host`` for a pool in host memory (with ``nccl`` sockets take NCCL's place).
 """
 
 import json
@@ -20,34 +20,53 @@ from pydantic import TypeAdapter
 from common.errors import TransferError
 from common.ids import TransferId
 from common.kv.device_pool import DevicePool
-from common.messages.fields import NcclPoolHandle
-from common.transfer.nccl import NcclBackend, NcclLink
+from common.kv.pool import BlockPool
+from common.messages.fields import NcclPoolHandle, RdmaPoolHandle
+from common.transfer.backend import PeerLink
+from common.transfer.nccl import NcclBackend
 from common.transfer.nccl_cuda import open_nccl
 from common.transfer.nccl_export import NcclExport
 from common.transfer.nccl_limit import CommunicatorLimit
+from common.transfer.rdma import RdmaBackend
+from common.transfer.rdma_export import RdmaExport, open_rdma
+from common.transfer.rdma_memory import RdmaMemory
+from common.transfer.rdma_nixl import NixlLibrary
 from tests.support.fake_nccl import AddressedKVPool
 from tests.support.socket_nccl import SocketNcclDriver
 
 HOST = "host"
 LOOPBACK = "127.0.0.1"
 POISON = 0xEE
-HANDLE: TypeAdapter[NcclPoolHandle] = TypeAdapter(NcclPoolHandle)
+HANDLE: TypeAdapter[NcclPoolHandle | RdmaPoolHandle] = TypeAdapter(NcclPoolHandle | RdmaPoolHandle)
+
+
+def open_rdma_of(pool: BlockPool, stall: float) -> tuple[RdmaExport, RdmaBackend]:
+    memory = RdmaMemory.of_pool(pool)
+    return open_rdma(pool, NixlLibrary(memory), memory, stall, host=LOOPBACK)
 
 
 class Side:
     """Each public method is a command."""
 
-    def __init__(self, device: str, num_blocks: int, block_bytes: int, stall: float) -> None:
+    def __init__(
+        self, transport: str, device: str, num_blocks: int, block_bytes: int, stall: float
+    ) -> None:
         self._pool: AddressedKVPool | DevicePool
+        self._export: NcclExport | RdmaExport
+        self._backend: NcclBackend | RdmaBackend
         if device == HOST:
             self._pool = AddressedKVPool(num_blocks, block_bytes)
-            driver = SocketNcclDriver()
-            self._export = NcclExport(self._pool, driver, CommunicatorLimit(), stall, host=LOOPBACK)
-            self._backend = NcclBackend(self._pool, driver, CommunicatorLimit(), stall)
         else:
             self._pool = DevicePool(num_blocks, block_bytes, int(device))
+        if transport == "rdma":
+            self._export, self._backend = open_rdma_of(self._pool, stall)
+        elif isinstance(self._pool, DevicePool):
             self._export, self._backend = open_nccl(self._pool, stall, host=LOOPBACK)
-        self._links: dict[int, NcclLink] = {}
+        else:
+            driver, limit = SocketNcclDriver(), CommunicatorLimit()
+            self._export = NcclExport(self._pool, driver, limit, stall, host=LOOPBACK)
+            self._backend = NcclBackend(self._pool, driver, CommunicatorLimit(), stall)
+        self._links: dict[int, PeerLink] = {}
         self._writing: threading.Thread | None = None
         self._num_written = 0
         self._error = ""
@@ -141,9 +160,9 @@ class Side:
         self._export.close()
 
 
-def main(device: str, num_blocks: str, block_bytes: str, stall: str) -> None:
+def main(transport: str, device: str, num_blocks: str, block_bytes: str, stall: str) -> None:
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
-    side = Side(device, int(num_blocks), int(block_bytes), float(stall))
+    side = Side(transport, device, int(num_blocks), int(block_bytes), float(stall))
     print(json.dumps({"is": "ready"}), flush=True)
     for line in sys.stdin:
         command, *arguments = json.loads(line)
