@@ -103,9 +103,10 @@ class EngineSettings(BaseModel):
     layer_ring: Bytes = Field(
         0,
         ge=0,
-        description="Memory in which a prefill worker on a CPU keeps two layers' K and V of a step "
-        "while the others pass through it from the pool and back (size); it must hold "
-        "max_model_len tokens. 0 computes in the pool.",
+        description="Memory in which a prefill worker keeps two layers' K and V of a step while "
+        "the others pass through it from the pool and back (size); it must hold max_model_len "
+        "tokens. On a GPU the ring is in its memory and the pool, of kv_bytes, on the host. 0 "
+        "computes in the pool.",
     )
     slow_down: float = Field(
         1.0,

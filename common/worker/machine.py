@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import structlog
 import torch
@@ -29,6 +30,9 @@ from common.transfer.ranks_transport import join_ranks
 from common.worker.devices import GpuPlace, gpu_pool_bytes, place_worker
 from common.worker.host_blocks import HostBlocks, NoHostBlocks, open_host_blocks
 
+if TYPE_CHECKING:
+    from common.engine.cuda.model import CudaModel
+
 log = structlog.get_logger()
 
 CPU_KV_BYTES = 2**30
@@ -38,6 +42,15 @@ GPU_BATCHED_TOKENS = 8192
 GPU_CHUNK_TOKENS = 4096
 """Steps of separate prefill workers: a chunk's blocks leave while the next one computes."""
 GPU_SEQS = 256
+
+
+@runtime_checkable
+class ClosableEngine(Protocol):
+    """An engine with processes, threads or memory beside the pool."""
+
+    def close(self) -> None:
+        """End and let go of them; a second call does nothing."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +68,7 @@ class Machine:
     host_blocks: HostBlocks
     max_num_batched_tokens: int
     max_num_seqs: int
+    is_on_gpu: bool = False
 
     def why_broken(self) -> str | None:
         """Return why the engine computes nothing any more; None while it does."""
@@ -62,7 +76,7 @@ class Machine:
 
     def close(self) -> None:
         """End the engine's other processes and threads, where there are any."""
-        if isinstance(self.engine, ParallelEngine | LayerwiseCpuEngine):
+        if isinstance(self.engine, ClosableEngine):
             self.engine.close()
 
 
@@ -78,7 +92,7 @@ def build_machine(settings: Settings, worker_id: str, role: Role) -> Machine:
     machine = (
         _build_on_cpu(settings, config, role)
         if place is None
-        else _build_on_gpu(settings, config, place)
+        else _build_on_gpu(settings, config, place, role)
     )
     log.info(
         "worker_built",
@@ -126,6 +140,15 @@ def _cpu_engine(
         return CpuEngine(
             config.folder, layout, pool.buffer, settings.num_threads, has_weights=has_weights
         )
+    return LayerwiseCpuEngine(
+        *(config.folder, layout, pool.buffer, settings.num_threads),
+        num_places=_num_places(settings, config, layout),
+        has_weights=has_weights,
+    )
+
+
+def _num_places(settings: Settings, config: ModelConfig, layout: KVLayout) -> int:
+    """Return how many blocks the ring of two layers holds; ConfigError where that is too few."""
     num_places = settings.layer_ring // ring_layout(layout).block_bytes
     num_tokens = num_places * layout.block_size
     longest = settings.max_model_len or config.max_model_len
@@ -135,11 +158,7 @@ def _cpu_engine(
             f"layer_ring {settings.layer_ring} holds {num_tokens} tokens, but requests may have"
             f" {longest} (max_model_len): that takes {needed} bytes"
         )
-    return LayerwiseCpuEngine(
-        *(config.folder, layout, pool.buffer, settings.num_threads),
-        num_places=num_places,
-        has_weights=has_weights,
-    )
+    return num_places
 
 
 def _build_ranks_on_cpu(
@@ -168,9 +187,7 @@ def _build_ranks_on_cpu(
     )
 
 
-def _build_on_gpu(settings: Settings, config: ModelConfig, place: GpuPlace) -> Machine:
-    if settings.layer_ring:
-        raise ConfigError("layer_ring is for workers on CPUs; set it to 0, or device to cpu")
+def _build_on_gpu(settings: Settings, config: ModelConfig, place: GpuPlace, role: Role) -> Machine:
     # What needs CUDA is not imported on a machine without it.
     from common.engine.cuda.engine import CudaEngine  # noqa: PLC0415
     from common.engine.cuda.memory import activation_bytes  # noqa: PLC0415
@@ -214,6 +231,8 @@ def _build_on_gpu(settings: Settings, config: ModelConfig, place: GpuPlace) -> M
     device = torch.device("cuda", place.device_index)
     torch.cuda.set_device(device)
     model = CudaModel.load(config, dtype, device, load_format=settings.load_format)
+    if settings.layer_ring and role is Role.PREFILL:
+        return _build_layerwise(settings, model, layout, max_num_batched_tokens, max_num_seqs)
     pool_bytes = gpu_pool_bytes(
         settings,
         place,
@@ -244,6 +263,49 @@ def _build_on_gpu(settings: Settings, config: ModelConfig, place: GpuPlace) -> M
         host_blocks=open_host_blocks(pool, settings.swap_bytes),
         max_num_batched_tokens=max_num_batched_tokens,
         max_num_seqs=max_num_seqs,
+        is_on_gpu=True,
+    )
+
+
+def _build_layerwise(
+    settings: Settings,
+    model: "CudaModel",
+    layout: KVLayout,
+    max_num_batched_tokens: int,
+    max_num_seqs: int,
+) -> Machine:
+    """Make a worker whose pool is in host memory, and of two layers at a time on the GPU."""
+    # What needs CUDA is not imported on a machine without it.
+    from common.engine.layerwise.cuda import LayerwiseCudaEngine  # noqa: PLC0415
+
+    if not settings.kv_bytes:
+        raise ConfigError(
+            "layer_ring on a GPU keeps the KV pool in host memory: say how large with kv_bytes"
+        )
+    if layout.is_quantised:
+        raise ConfigError(
+            f"layer_ring: blocks of {layout.element_dtype} do not go layer by layer; set"
+            " kv_cache_dtype to auto"
+        )
+    config = model.config
+    pool = KVPool(_num_blocks(settings.kv_bytes, layout), layout.block_bytes)
+    engine = LayerwiseCudaEngine(
+        *(model, layout, pool.buffer),
+        num_places=_num_places(settings, config, layout),
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_num_seqs=max_num_seqs,
+        tell=Progress(),
+    )
+    return Machine(
+        config=config,
+        model_fingerprint=config.fingerprint(has_weights=settings.has_weights),
+        layout=layout,
+        pool=pool,
+        engine=engine,
+        host_blocks=open_host_blocks(pool, settings.swap_bytes),
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_num_seqs=max_num_seqs,
+        is_on_gpu=True,
     )
 
 
@@ -288,6 +350,7 @@ def _build_ranks_on_gpus(
         host_blocks=NoHostBlocks(),
         max_num_batched_tokens=ranks.max_num_batched_tokens,
         max_num_seqs=ranks.max_num_seqs,
+        is_on_gpu=True,
     )
 
 

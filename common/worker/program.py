@@ -152,6 +152,7 @@ class _Incarnation:
             settings.transport,
             settings.cluster_host,
             layout=self._machine.layout,
+            is_mixed=settings.layer_ring > 0 and self._machine.is_on_gpu,
         )
         fabric = SharedLink(settings.emulated_fabric_bandwidth)
         store = self._store_access()

@@ -70,23 +70,29 @@ def open_transports(
     host: str,
     *,
     layout: KVLayout | None = None,
+    is_mixed: bool = False,
 ) -> Transports:
     """Open the chosen transport, or with ``auto`` every one that makes sense for the pool's memory.
 
     ``tcp``, ``nccl`` and ``rdma`` listen on ``host``, or on loopback where that is empty. Where
-    peers can only be on this host, ``auto`` opens no listener; ``rdma`` it opens where NIXL and an
+    peers can only be on this host, ``auto`` opens no listener, but one for ``tcp`` where some pools
+    of the host are on GPUs and others are not (``is_mixed``); ``rdma`` it opens where NIXL and an
     active adapter are. ``layerwise`` and ``ranks`` need ``layout``, the whole model's. ConfigError
     when the address cannot be used, or the transport does not fit the pool or is not installed.
     """
     opened: dict[str, Both] = {}
+    stall_seconds = lease_seconds / STALLS_PER_LEASE
     if isinstance(pool, DevicePool):
-        opened = _on_device(pool, lease_seconds / STALLS_PER_LEASE, choice, host, layout)
+        opened = _on_device(pool, stall_seconds, choice, host, layout)
     elif isinstance(pool, KVPool):
-        opened = _on_host(pool, lease_seconds / STALLS_PER_LEASE, choice, host)
+        if choice in (AUTO, "shm"):
+            opened["shm"] = MemoryExport(pool), ShmBackend(pool)
     elif not isinstance(pool, RankedPool):
         raise ConfigError(f"no transport moves a {type(pool).__name__}")
     if isinstance(pool, DevicePool | KVPool):
-        opened |= _over_rdma(pool, lease_seconds / STALLS_PER_LEASE, choice, host)
+        opened |= _over_rdma(pool, stall_seconds, choice, host)
+    if choice == "tcp" or (choice == AUTO and (host or is_mixed)):
+        opened |= _over_tcp(pool, stall_seconds, host)
     if choice in (AUTO, RANKS) and layout is not None:
         ranked = as_ranked(pool, layout)
         if ranked is not None:
@@ -105,23 +111,10 @@ def _where(pool: BlockPool) -> str:
     return "a GPU's memory" if isinstance(pool, DevicePool) else "host memory"
 
 
-def _on_host(pool: KVPool, stall_seconds: float, choice: str, host: str) -> dict[str, Both]:
-    opened: dict[str, Both] = {}
-    if choice in (AUTO, "shm"):
-        opened["shm"] = MemoryExport(pool), ShmBackend(pool)
-    if choice == "tcp" or (choice == AUTO and host):
-        export = TcpExport(pool, stall_seconds, host=host or LOOPBACK)
-        opened["tcp"] = export, TcpBackend(pool, stall_seconds)
-    return opened
-
-
 def _on_device(
     pool: DevicePool, stall_seconds: float, choice: str, host: str, layout: KVLayout | None
 ) -> dict[str, Both]:
     opened: dict[str, Both] = {}
-    if choice == "tcp" or (choice == AUTO and host):
-        export = TcpExport(pool, stall_seconds, host=host or LOOPBACK)
-        opened["tcp"] = export, StagedTcpBackend(pool, stall_seconds)
     if choice == NCCL or (choice == AUTO and host):
         opened[NCCL] = open_nccl(pool, stall_seconds, host=host or LOOPBACK)
     if choice in (AUTO, CUDA_IPC):
@@ -133,6 +126,16 @@ def _on_device(
             raise ConfigError(f"transport {choice} needs the pool's layout")
         opened[choice] = CudaIpcExport(pool, name=choice), layerwise_backend(pool, layout)
     return opened
+
+
+def _over_tcp(pool: BlockPool, stall_seconds: float, host: str) -> dict[str, Both]:
+    if isinstance(pool, DevicePool):
+        export = TcpExport(pool, stall_seconds, host=host or LOOPBACK)
+        return {"tcp": (export, StagedTcpBackend(pool, stall_seconds))}
+    if isinstance(pool, KVPool):
+        export = TcpExport(pool, stall_seconds, host=host or LOOPBACK)
+        return {"tcp": (export, TcpBackend(pool, stall_seconds))}
+    return {}
 
 
 def _over_rdma(

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from common.engine.cuda.device_batch import Group, TensorRows
-from common.engine.cuda.kernels import POOL_DTYPES
+from common.engine.cuda.kernels import POOL_DTYPES, PlaceOf, own_place
 from common.engine.cuda.memory import INT_WORKSPACE
 from common.engine.cuda.model import DTYPES
 from common.kv.layout import KVLayout
@@ -59,9 +59,12 @@ class Planes:
     value_scale: float | None = None
 
     @classmethod
-    def of(cls, view: torch.Tensor, layout: KVLayout, layer: int) -> "Planes":
+    def of(
+        cls, view: torch.Tensor, layout: KVLayout, layer: int, place_of: PlaceOf = own_place
+    ) -> "Planes":
         """Return a layer of the pool as ``kernels.pool_view`` returns it."""
-        keys, values = view[:, layer, 0], view[:, layer, 1]
+        place = place_of(layer)
+        keys, values = view[:, place, 0], view[:, place, 1]
         if not layout.is_quantised:
             return cls(keys, values)
         return cls(keys, values, *layout.scales_of(layer))

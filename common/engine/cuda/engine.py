@@ -14,7 +14,7 @@ import torch
 
 from common.engine.communicator import ALONE, Communicator
 from common.engine.cuda.model import CudaModel
-from common.engine.cuda.runner import CudaRunner
+from common.engine.cuda.runner import CudaRunner, LayerPlaces
 from common.engine.cuda.sampler import DeviceSampler, Draw, Drawn, is_plain
 from common.engine.cuda.step_batch import Longs, OptionalArrays, StepBatch, StepPacker
 from common.engine.cuda.upload import upload
@@ -80,6 +80,7 @@ class CudaEngine:
         use_graphs: bool = True,
         tell: Callable[[str], None] | None = None,
         communicator: Communicator = ALONE,
+        places: LayerPlaces | None = None,
     ) -> None:
         """``pool`` is the uint8 memory of all blocks, on the model's device.
 
@@ -97,6 +98,7 @@ class CudaEngine:
             use_graphs=use_graphs,
             tell=tell,
             communicator=communicator,
+            places=places,
         )
         self._packer = StepPacker(layout.block_size, self.config.vocab_size)
         self._sampler = DeviceSampler(self.config.vocab_size, model.device)

@@ -16,6 +16,7 @@ from common.engine.cuda.attention import (
     Workspace,
 )
 from common.engine.cuda.device_batch import DeviceBatch, Group, TensorRows
+from common.engine.cuda.kernels import PlaceOf, own_place
 from common.engine.cuda.rotate_store import HEAD_DIMS, RotateStore
 from common.engine.cuda.scales import BlockScales
 from common.engine.cuda.streams import new_event
@@ -78,6 +79,7 @@ class FlashInferKernels:
         device: torch.device,
         partial_result_bytes: int,
         scales: BlockScales | None = None,
+        place_of: PlaceOf = own_place,
     ) -> None:
         """``view`` is the pool as ``kernels.pool_view`` returns it, on ``device``.
 
@@ -90,8 +92,10 @@ class FlashInferKernels:
         self._silu_mul: Callable[..., torch.Tensor] = flashinfer.silu_and_mul
         self._epsilon = config.rms_norm_eps
         self._config = config
-        self._planes = [Planes.of(view, layout, layer) for layer in range(config.num_layers)]
-        self.rotate_store = RotateStore(config, layout, view, device, scales)
+        self._planes = [
+            Planes.of(view, layout, layer, place_of) for layer in range(config.num_layers)
+        ]
+        self.rotate_store = RotateStore(config, layout, view, device, scales, place_of)
         self.shape = Shape.of(config, layout)
         partial = torch.empty(partial_result_bytes, dtype=torch.uint8, device=device)
         self.windows = tuple(dict.fromkeys(config.layer_windows))

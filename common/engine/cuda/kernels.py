@@ -1,5 +1,6 @@
 """What a decoder layer needs beside its matrix products, and the arithmetic that all share."""
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -12,6 +13,15 @@ from common.engine.weights import LayerWeights
 from common.kv.layout import KVLayout
 
 POOL_DTYPES = DTYPES | {"float8_e4m3": E4M3}
+
+
+PlaceOf = Callable[[int], int]
+"""Where in the pool's view a layer's K and V lie."""
+
+
+def own_place(layer: int) -> int:
+    """Return the layer: each has a place of its own."""
+    return layer
 
 
 class Kernels(Protocol):

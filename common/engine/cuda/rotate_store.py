@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from common.engine.cuda.kernels import PlaceOf, own_place
 from common.engine.cuda.products import Product
 from common.engine.cuda.scales import BlockScales, inverse_of
 from common.engine.rope import rotary_tables
@@ -28,6 +29,7 @@ class RotateStore:
         view: torch.Tensor,
         device: torch.device,
         scales: BlockScales | None = None,
+        place_of: PlaceOf = own_place,
     ) -> None:
         """``view`` is the pool as ``kernels.pool_view`` returns it, on ``device``.
 
@@ -51,8 +53,8 @@ class RotateStore:
         self._block_size = np.int32(layout.block_size)
         self._block_stride = np.int64(view.stride(0))
         self._planes = [
-            (_address(view[:, layer, 0]), _address(view[:, layer, 1]))
-            for layer in range(config.num_layers)
+            (_address(view[:, place, 0]), _address(view[:, place, 1]))
+            for place in map(place_of, range(config.num_layers))
         ]
         self._scaling: list[tuple[np.float32 | np.uint64, ...]] = [
             () if scales is None else scale_arguments(layout, scales, layer)

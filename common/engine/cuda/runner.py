@@ -15,7 +15,7 @@ from common.engine.cuda.decoder import CudaDecoder
 from common.engine.cuda.device_batch import TensorRows, to_device
 from common.engine.cuda.flashinfer_kernels import FlashInferKernels, why_not
 from common.engine.cuda.graphs import DecodeGraphs, DrawnTokens, input_bytes, ladder
-from common.engine.cuda.kernels import Kernels, pool_view
+from common.engine.cuda.kernels import Kernels, PlaceOf, own_place, pool_view
 from common.engine.cuda.memory import float_workspace_bytes
 from common.engine.cuda.model import CudaModel
 from common.engine.cuda.sampler import to_host
@@ -27,6 +27,19 @@ from common.engine.interface import StepRow
 from common.kv.layout import KVLayout
 
 log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPlaces:
+    """Memory that does not hold all layers' K and V at a time.
+
+    ``layout`` is that of its blocks and ``place_of`` says where a layer lies in them. ``watch``
+    returns kernels that see to it that each layer is there.
+    """
+
+    layout: KVLayout
+    place_of: PlaceOf
+    watch: Callable[[Kernels], Kernels]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +73,12 @@ class CudaRunner:
         use_graphs: bool = True,
         tell: Callable[[str], None] | None = None,
         communicator: Communicator = ALONE,
+        places: LayerPlaces | None = None,
     ) -> None:
-        """See ``CudaEngine``. All ranks are made at the same time: what is captured meets there."""
+        """See ``CudaEngine``. All ranks are made at the same time: what is captured meets there.
+
+        With ``places`` the pool is memory as they say, and no step is captured.
+        """
         config = model.config
         self.device = device = model.device
         self._communicator = communicator
@@ -74,7 +91,9 @@ class CudaRunner:
         max_blocks = layout.num_blocks_for(config.max_model_len)
         num_inputs = -(-input_bytes(max_num_seqs, max_blocks) // 8)
         with self.on_stream():
-            view = pool_view(pool, layout)
+            view = pool_view(pool, layout if places is None else places.layout)
+            place_of = own_place if places is None else places.place_of
+            watch = _unwatched if places is None else places.watch
             self._scales = BlockScales(pool, layout) if layout.is_quantised else None
             reason = why_not(config, layout, device)
             self._slab = torch.zeros(num_drawn + num_inputs, dtype=torch.int64, device=device)
@@ -85,16 +104,21 @@ class CudaRunner:
             if reason is not None:
                 if is_cuda:
                     log.warning("attention runs on torch's own kernels, slower", reason=reason)
-                self._kernels = TorchKernels(config, layout, view, device, self._scales)
+                kernels_of_torch = TorchKernels(
+                    config, layout, view, device, self._scales, place_of
+                )
+                self._kernels = watch(kernels_of_torch)
                 self._decoder = CudaDecoder(model, self._kernels, communicator)
                 return
             partial_bytes = float_workspace_bytes(config, max_num_seqs, layout.kv_cache_dtype)
             tell("compiling kernels; the first time on a machine takes minutes")
-            kernels = FlashInferKernels(config, layout, view, device, partial_bytes, self._scales)
-            self._kernels = kernels
-            self._decoder = CudaDecoder(model, kernels, communicator)
+            kernels = FlashInferKernels(
+                config, layout, view, device, partial_bytes, self._scales, place_of
+            )
+            self._kernels = watch(kernels)
+            self._decoder = CudaDecoder(model, self._kernels, communicator)
             self._warm_up(layout.block_size, config.vocab_size)
-            if use_graphs:
+            if use_graphs and places is None:
                 self._graphs = DecodeGraphs(
                     self._decoder, kernels, self._slab, num_drawn, scratch_block
                 )
@@ -164,6 +188,10 @@ class CudaRunner:
             batch = packer.pack(rows)
             self._compute(batch, batch.pending_rows)
             torch.cuda.current_stream().synchronize()
+
+
+def _unwatched(kernels: Kernels) -> Kernels:
+    return kernels
 
 
 def _check_fit(model: CudaModel, layout: KVLayout) -> None:

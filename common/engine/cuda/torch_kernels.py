@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional
 
 from common.engine.cuda.device_batch import DeviceBatch, Group
+from common.engine.cuda.kernels import PlaceOf, own_place
 from common.engine.cuda.products import Product
 from common.engine.cuda.scales import E4M3, BlockScales, dequantise, quantise
 from common.engine.rope import rotary_tables
@@ -29,11 +30,13 @@ class TorchKernels:
         view: torch.Tensor,
         device: torch.device,
         scales: BlockScales | None = None,
+        place_of: PlaceOf = own_place,
     ) -> None:
         """``view`` is the pool as ``kernels.pool_view`` returns it.
 
         ``scales`` are those of a quantised pool.
         """
+        self._place_of = place_of
         self._config = config
         self._layout = layout
         self._scales = scales
@@ -97,7 +100,9 @@ class TorchKernels:
         )
         found = (keys[kept], split[kept, -config.num_kv_heads :])
         for plane, numbers in enumerate(found):
-            self._view[block, layer, plane, offset] = self._stored(layer, plane, numbers)
+            self._view[block, self._place_of(layer), plane, offset] = self._stored(
+                layer, plane, numbers
+            )
         if self._scales is not None:
             self._scales.write(layer, block[offset == 0])
 
@@ -198,8 +203,9 @@ class TorchKernels:
         self, layer: int, tables: torch.Tensor, length: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return float32 (keys, values), each (rows, length, kv_heads, head_dim)."""
+        place = self._place_of(layer)
         found = [
-            self._meant(layer, plane, self._view[:, layer, plane][tables].flatten(1, 2))
+            self._meant(layer, plane, self._view[:, place, plane][tables].flatten(1, 2))
             for plane in (0, 1)
         ]
         return found[0][:, :length], found[1][:, :length]

@@ -18,6 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import StrEnum
 from time import perf_counter
+from typing import Protocol
 
 import torch
 
@@ -66,8 +67,36 @@ def slot_of(layer: int) -> int:
     return layer % NUM_SLOTS
 
 
+class LayerMover(Protocol):
+    """Both directions between one pool and one ring. One pass at a time."""
+
+    def begin(self, loads: Moves, stores: Moves) -> None:
+        """Begin a pass: bring the first layers."""
+        ...
+
+    def wait_loaded(self, layer: int) -> None:
+        """Have what is computed next wait until the layer is in its place of the ring."""
+        ...
+
+    def computed(self, layer: int) -> None:
+        """The layer's new K and V are in the ring, or will be by what was enqueued: let them go."""
+        ...
+
+    def finish(self) -> None:
+        """Wait until all layers are back in the pool; RuntimeError where one could not be moved."""
+        ...
+
+    def abandon(self) -> None:
+        """End a pass that failed: nothing of it moves any more."""
+        ...
+
+    def close(self) -> None:
+        """Let go of what it moves with."""
+        ...
+
+
 class LayerStream:
-    """Both directions between one pool and one ring. One pass at a time.
+    """Implements ``LayerMover`` for a pool and a ring in host memory, with a thread each way.
 
     ``pool`` and ``ring`` are uint8 memory of whole blocks; ``tell`` is given every span, from any
     thread.
@@ -82,8 +111,8 @@ class LayerStream:
     ) -> None:
         self._num_layers = layout.num_layers
         self._layer_bytes = layout.planes * layout.plane_elements * layout.element_bytes
-        self._pool = _layers(pool, layout, self._layer_bytes)
-        self._ring = _layers(ring, ring_layout(layout), self._layer_bytes)
+        self._pool = layers_of(pool, layout, self._layer_bytes)
+        self._ring = layers_of(ring, ring_layout(layout), self._layer_bytes)
         self._tell = tell
         self._loader = ThreadPoolExecutor(1, "layer-load")
         self._storer = ThreadPoolExecutor(1, "layer-store")
@@ -179,7 +208,7 @@ class LayerStream:
             self._tell(Span(kind, layer, began, perf_counter(), num_bytes))
 
 
-def _layers(memory: torch.Tensor, layout: KVLayout, layer_bytes: int) -> torch.Tensor:
+def layers_of(memory: torch.Tensor, layout: KVLayout, layer_bytes: int) -> torch.Tensor:
     """Return memory as (blocks, layers, bytes of a layer), without the blocks' padding."""
     num_blocks = memory.numel() // layout.block_bytes
     return memory.as_strided(
