@@ -8,9 +8,11 @@ computations and stores into ``docs/images/layerwise.svg``.
 import argparse
 import statistics
 import sys
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from time import perf_counter
+from typing import Protocol
 
 import torch
 
@@ -38,16 +40,27 @@ LANES = {
 }
 GREEDY = SamplingParams(seed=0, max_tokens=1, temperature=0.0, num_logprobs=5)
 
-Engine = CpuEngine | LayerwiseCpuEngine
+
+class Executes(Protocol):
+    """An engine, one step at a time."""
+
+    def execute(self, rows: Sequence[StepRow]) -> list[tuple[SampledToken, ...]]:
+        """Compute a step."""
+        ...
 
 
-def prefill(engine: Engine, prompt: list[int]) -> tuple[float, SampledToken]:
+def prefill(
+    engine: Executes,
+    prompt: list[int],
+    block_size: int = BLOCK_SIZE,
+    chunk_tokens: int = CHUNK_TOKENS,
+) -> tuple[float, SampledToken]:
     """Compute a prompt in chunks; return the seconds and the first token."""
-    table = range(-(-len(prompt) // BLOCK_SIZE))
+    table = range(-(-len(prompt) // block_size))
     began = perf_counter()
     drawn: list[tuple[SampledToken, ...]] = []
-    for start in range(0, len(prompt), CHUNK_TOKENS):
-        chunk = prompt[start : start + CHUNK_TOKENS]
+    for start in range(0, len(prompt), chunk_tokens):
+        chunk = prompt[start : start + chunk_tokens]
         is_last = start + len(chunk) == len(prompt)
         samples = (SampleSpec(GREEDY, 0, prompt, ()),) if is_last else ()
         drawn = engine.execute([StepRow(chunk, start, table, samples)])
