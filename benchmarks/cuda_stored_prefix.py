@@ -32,6 +32,7 @@ from benchmarks.served_cluster import ServedCluster, served
 from benchmarks.stored_prefix import Asked, ask_for
 from benchmarks.streamed import model_of
 
+NAME = "cuda_stored_prefix"
 BLOCK_TOKENS = 16
 NUM_TOKENS = 10_240
 NUM_NEW_TOKENS = 64
@@ -164,6 +165,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--sources", nargs="+", default=list(SOURCES), choices=SOURCES)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=NUM_TOKENS)
+    parser.add_argument("--name", default=NAME, help="name of the file of results")
     parser.add_argument("serve", nargs="*", help="more options of flowpath serve, after --")
     arguments = parser.parse_args(argv)
     shape = "llama-8b"
@@ -208,7 +210,7 @@ def main(argv: list[str]) -> int:
             )
             print(json.dumps(rows[-1]), flush=True)
     print_table(rows)
-    print(f"kept as {write_results('cuda_stored_prefix', argv, rows)}")
+    print(f"kept as {write_results(NAME, argv, rows, name=arguments.name)}")
     return 0 if all(row["ledgers right"] for row in rows) else 1
 
 

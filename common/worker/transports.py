@@ -93,7 +93,8 @@ def open_transports(
         opened |= _over_rdma(pool, stall_seconds, choice, host)
     if choice == "tcp" or (choice == AUTO and (host or is_mixed)):
         opened |= _over_tcp(pool, stall_seconds, host)
-    if choice in (AUTO, RANKS) and layout is not None:
+    # Ranks are joined in memory of one kind.
+    if choice in (AUTO, RANKS) and layout is not None and not is_mixed:
         ranked = as_ranked(pool, layout)
         if ranked is not None:
             opened[RANKS] = open_ranks(ranked)

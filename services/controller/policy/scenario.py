@@ -13,7 +13,8 @@ cluster. Their means make a ``Reading``: what the cluster looks like at this mom
 
 A reading becomes the scenario when it held for ``HOLD_ROUNDS`` rounds on end, and the present
 scenario for ``DWELL_ROUNDS``. The thresholds of the present scenario are wider by a quarter, so
-that a score which hovers about a threshold changes nothing.
+that a score which hovers about a threshold changes nothing. A burst does not hover: where a half
+has ``STEEP_ABOVE`` or more, an imbalance or an overload begins at once. It ends as any other.
 """
 
 from collections.abc import Sequence
@@ -31,6 +32,8 @@ LOW_BELOW = 0.25
 EXTREME_ABOVE = 1.0
 IMBALANCE_OVER = 0.35
 IMBALANCED_ABOVE = 0.8
+STEEP_ABOVE = 1.5
+"""Half as much again as is full: by then waiting to be sure costs more than help would."""
 SLACK = 0.25
 """How much further a threshold lies that would end the present scenario."""
 
@@ -60,6 +63,10 @@ _MEANT = {
     Reading.EXTREME: Scenario.EXTREME,
     Reading.LOW: Scenario.LOW,
 }
+
+
+URGENT = (Scenario.IMBALANCED, Scenario.EXTREME)
+"""Those in which something is to be done."""
 
 
 def _cell(scenario: Scenario, reading: Reading) -> Verdict:
@@ -132,10 +139,15 @@ class ScenarioMachine:
         self._reading = reading
         verdict = SCENARIO_TABLE[self._scenario, reading.value]
         is_due = self._num_held >= HOLD_ROUNDS and self._num_dwelt > DWELL_ROUNDS
+        is_due |= self._scenario not in URGENT and self._is_steep
         if isinstance(verdict, Legal) and is_due:
             self._scenario = Scenario(verdict.to[0])
             self._num_dwelt = 1
         return self._scenario
+
+    @property
+    def _is_steep(self) -> bool:
+        return self._pressure is not None and self._pressure.highest >= STEEP_ABOVE
 
 
 def read(pressure: Pressure | None, present: Scenario) -> Reading:

@@ -9,6 +9,8 @@ from services.controller.policy.scenario import (
     DWELL_ROUNDS,
     HOLD_ROUNDS,
     SCENARIO_TABLE,
+    STEEP_ABOVE,
+    URGENT,
     Reading,
     Scenario,
     ScenarioMachine,
@@ -58,14 +60,31 @@ def test_scores_that_hold_make_the_scenario(
 
 def test_a_reading_counts_only_after_three_rounds_on_end() -> None:
     machine = ScenarioMachine()
-    assert rounds(machine, 2.0, 0.1, 2) == [NORMAL, NORMAL]
+    assert rounds(machine, 1.4, 0.1, 2) == [NORMAL, NORMAL]
     assert rounds(machine, 0.5, 0.5, 1) == [NORMAL]
-    assert rounds(machine, 2.0, 0.1, 3) == [NORMAL, NORMAL, IMBALANCED]
+    assert rounds(machine, 1.4, 0.1, 3) == [NORMAL, NORMAL, IMBALANCED]
+
+
+@pytest.mark.parametrize(("other", "expected"), [(0.1, IMBALANCED), (1.1, EXTREME)])
+def test_a_burst_counts_at_once_and_ends_as_all_else(other: float, expected: Scenario) -> None:
+    machine = ScenarioMachine()
+    rounds(machine, 0.1, 0.1, HOLD_ROUNDS)
+    assert machine.scenario is LOW
+    assert rounds(machine, STEEP_ABOVE, other, 1) == [expected]
+    later = rounds(machine, 0.1, 0.1, DWELL_ROUNDS)
+    assert later == [expected] * (DWELL_ROUNDS - 1) + [LOW]
+
+
+def test_one_burst_does_not_end_another() -> None:
+    machine = ScenarioMachine()
+    assert rounds(machine, 2.0, 0.1, 1) == [IMBALANCED]
+    assert rounds(machine, 2.0, 1.1, DWELL_ROUNDS - 1) == [IMBALANCED] * (DWELL_ROUNDS - 1)
+    assert rounds(machine, 2.0, 1.1, 1) == [EXTREME]
 
 
 def test_a_scenario_lasts_eight_rounds_at_least() -> None:
     machine = ScenarioMachine()
-    assert rounds(machine, 2.0, 0.1, HOLD_ROUNDS)[-1] is IMBALANCED
+    assert rounds(machine, 1.4, 0.1, HOLD_ROUNDS)[-1] is IMBALANCED
     later = rounds(machine, 0.1, 0.1, DWELL_ROUNDS)
     assert later == [IMBALANCED] * (DWELL_ROUNDS - 1) + [LOW]
 
@@ -106,8 +125,12 @@ def test_nothing_is_concluded_while_a_half_has_not_measured_itself() -> None:
 def test_scenarios_change_at_most_once_in_eight_rounds_and_after_three_equal_readings(
     scores: list[tuple[float, float]],
 ) -> None:
+    """But for bursts, before which the scenario may have been another one for a moment."""
     machine = ScenarioMachine()
     seen = [machine.observe([p], [d]) for p, d in scores]
+    steep = [n for n in range(len(seen)) if max(scores[n]) >= STEEP_ABOVE and seen[n] in URGENT]
     changes = [n for n in range(1, len(seen)) if seen[n] is not seen[n - 1]]
-    assert all(later - earlier >= DWELL_ROUNDS for earlier, later in pairwise(changes))
-    assert seen[: HOLD_ROUNDS - 1] == [NORMAL] * min(len(seen), HOLD_ROUNDS - 1)
+    for earlier, later in pairwise(changes):
+        assert later - earlier >= DWELL_ROUNDS or later in steep
+    if not steep:
+        assert seen[: HOLD_ROUNDS - 1] == [NORMAL] * min(len(seen), HOLD_ROUNDS - 1)
