@@ -28,7 +28,8 @@ from common.storage.host_tier import HostTier
 from common.storage.interface import StoreIdentity
 from common.storage.linked_store import LinkedStore
 from common.traffic.shared_link import SharedLink
-from common.worker.pool_copies import HostMemory, open_pool_copies
+from common.worker.host_memory import HostMemory
+from common.worker.pool_copies import open_pool_copies
 from common.worker.store_buffer import StoreBuffer
 from common.worker.store_paths import PlacedTier
 from common.worker.worker_store import WorkerStore

@@ -75,10 +75,6 @@ class Settings(
             raise ValueError(
                 "layer_ring is for workers of one rank and cannot be used with tensor_parallel"
             )
-        if self.tensor_parallel > 1 and self.swap_bytes:
-            raise ValueError(
-                "swap_bytes keeps the blocks of one rank and cannot be used with tensor_parallel"
-            )
         if self.tensor_parallel > 1 and self.transport not in ("auto", "ranks"):
             raise ValueError(
                 f"transport {self.transport} moves the blocks of one rank; with tensor_parallel it "

@@ -58,7 +58,8 @@ class StorageSettings(BaseModel):
     store_path: Literal["direct", "buffered"] = Field(
         "direct",
         description="How blocks get from the store into a pool in host memory and back: direct, or "
-        "buffered, by way of a bounded buffer. Those of pools on GPUs always pass the buffer.",
+        "buffered, by way of a bounded buffer. Those of pools on GPUs and of workers of several "
+        "ranks (tensor_parallel) always pass the buffer.",
     )
     store_buffer_bytes: Bytes = Field(
         256 * 2**20,

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import flowpath_native
 import numpy as np
 
-from common.cuda.driver import CudaError, draining
+from common.cuda.driver import CudaDriver, CudaError, draining
 from common.errors import ConfigError, TransferError
 from common.kv.device_pool import DevicePool
 from common.kv.layout import PAGE_BYTES
@@ -35,8 +35,8 @@ RECEIVED_BYTES = 8 * 1024 * 1024
 class PinnedWindow:
     """Host memory that a GPU copies from and to at full speed. Shaped as a pool."""
 
-    def __init__(self, pool: DevicePool, num_blocks: int, block_bytes: int) -> None:
-        self._driver = pool.driver
+    def __init__(self, driver: CudaDriver, device: int, num_blocks: int, block_bytes: int) -> None:
+        self._driver = driver
         try:
             self.pool = KVPool(num_blocks, block_bytes)
         except ConfigError as error:
@@ -45,7 +45,7 @@ class PinnedWindow:
         self.address = int(view.__array_interface__["data"][0])
         del view  # or the memory could not be unmapped
         try:
-            self._driver.pin(pool.device_index, self.address, self.pool.num_bytes)
+            self._driver.pin(device, self.address, self.pool.num_bytes)
         except CudaError:
             self.pool.close()
             raise
@@ -134,7 +134,9 @@ class StagedTcpBackend:
         if not isinstance(handle, TcpPoolHandle):
             raise TransferError("tcp: the peer's pool is not offered over tcp")
         size = self._pool.block_bytes
-        window = PinnedWindow(self._pool, max(1, SENT_BYTES // size), size)
+        window = PinnedWindow(
+            self._pool.driver, self._pool.device_index, max(1, SENT_BYTES // size), size
+        )
         try:
             link = TcpBackend(window.pool, self._stall_seconds).open_peer(handle)
         except BaseException:
@@ -148,7 +150,7 @@ class StagedSink:
 
     def __init__(self, pool: DevicePool) -> None:
         self._pool = pool
-        self._window = PinnedWindow(pool, 1, RECEIVED_BYTES)
+        self._window = PinnedWindow(pool.driver, pool.device_index, 1, RECEIVED_BYTES)
         self._queue = pool.driver.queue(pool.device_index)
 
     def take(self, extents: Extents, receive: Receive) -> None:

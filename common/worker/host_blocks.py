@@ -9,7 +9,9 @@ from typing import Protocol
 from common.errors import ConfigError
 from common.kv.device_pool import DevicePool
 from common.kv.pool import BlockPool, KVPool
-from common.worker.pool_copies import HostMemory, open_pool_copies
+from common.transfer.ranks import RankedPool
+from common.worker.host_memory import HostedPool, HostMemory, host_block_bytes
+from common.worker.pool_copies import open_pool_copies
 
 Pairs = Sequence[tuple[int, int]]
 """(pool block, host slot) of each block to copy."""
@@ -54,12 +56,12 @@ class NoHostBlocks:
 
 
 class SwapBlocks:
-    """Slots beside a pool, page-locked where that is on a GPU.
+    """Slots of whole blocks beside a pool, page-locked where that is on GPUs.
 
     ConfigError when they cannot be had.
     """
 
-    def __init__(self, pool: KVPool | DevicePool, swap_bytes: int) -> None:
+    def __init__(self, pool: HostedPool, swap_bytes: int) -> None:
         self._memory = HostMemory(pool, swap_bytes, "swap_bytes")
         self._copies = open_pool_copies(pool)
         self.num_slots = self._memory.num_blocks
@@ -84,8 +86,8 @@ class SwapBlocks:
 
 def open_host_blocks(pool: BlockPool, swap_bytes: int) -> HostBlocks:
     """Return as many slots as fit ``swap_bytes``. ConfigError when they cannot be had."""
-    if swap_bytes < pool.block_bytes:
+    if not isinstance(pool, KVPool | DevicePool | RankedPool):
+        raise ConfigError(f"swap_bytes cannot be used with a {type(pool).__name__}")
+    if swap_bytes < host_block_bytes(pool):
         return NoHostBlocks()
-    if isinstance(pool, KVPool | DevicePool):
-        return SwapBlocks(pool, swap_bytes)
-    raise ConfigError(f"swap_bytes cannot be used with a {type(pool).__name__}")
+    return SwapBlocks(pool, swap_bytes)

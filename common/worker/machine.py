@@ -28,7 +28,7 @@ from common.models.default_model import ensure_default_model
 from common.telemetry.progress import Progress
 from common.transfer.ranks_transport import join_ranks
 from common.worker.devices import GpuPlace, gpu_pool_bytes, place_worker
-from common.worker.host_blocks import HostBlocks, NoHostBlocks, open_host_blocks
+from common.worker.host_blocks import HostBlocks, open_host_blocks
 
 if TYPE_CHECKING:
     from common.engine.cuda.model import CudaModel
@@ -175,13 +175,14 @@ def _build_ranks_on_cpu(
     )
     own = KVPool(num_blocks, layout_of(ranks).block_bytes)
     engine = build_on_cpu(ranks, own)
+    pool = join_ranks(layout, own, engine.handles[1:])
     return Machine(
         config=config,
         model_fingerprint=config.fingerprint(has_weights=settings.has_weights),
         layout=layout,
-        pool=join_ranks(layout, own, engine.handles[1:]),
+        pool=pool,
         engine=engine,
-        host_blocks=NoHostBlocks(),
+        host_blocks=open_host_blocks(pool, settings.swap_bytes),
         max_num_batched_tokens=settings.max_num_batched_tokens or CPU_BATCHED_TOKENS,
         max_num_seqs=settings.max_num_seqs or CPU_SEQS,
     )
@@ -341,13 +342,14 @@ def _build_ranks_on_gpus(
         return _num_blocks(pool_bytes, own) - 1
 
     built = build_on_cuda(ranks, count_blocks, Progress())
+    pool = join_ranks(layout, built.own.pool, built.engine.handles[1:])
     return Machine(
         config=config,
         model_fingerprint=config.fingerprint(has_weights=settings.has_weights),
         layout=layout,
-        pool=join_ranks(layout, built.own.pool, built.engine.handles[1:]),
+        pool=pool,
         engine=built.engine,
-        host_blocks=NoHostBlocks(),
+        host_blocks=open_host_blocks(pool, settings.swap_bytes),
         max_num_batched_tokens=ranks.max_num_batched_tokens,
         max_num_seqs=ranks.max_num_seqs,
         is_on_gpu=True,

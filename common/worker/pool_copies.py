@@ -1,4 +1,4 @@
-"""Host memory beside a pool, and copies of blocks between the two, wherever the pool is."""
+"""Copies of blocks between a pool and host memory, wherever the pool is."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -9,44 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.cuda.driver import CudaError, draining
-from common.errors import ConfigError, TransferError
 from common.kv.device_pool import DevicePool
 from common.kv.pool import KVPool
-from common.transfer.host_staged import PinnedWindow
-
-
-class HostMemory:
-    """Room for ``num_bytes // block_bytes`` blocks, page-locked beside a pool on a GPU.
-
-    ConfigError, which names ``setting``, where that is none or cannot be had. ``buffer`` has its
-    bytes, aligned to pages; ``address`` is where a GPU finds them.
-    """
-
-    def __init__(self, pool: KVPool | DevicePool, num_bytes: int, setting: str) -> None:
-        self.num_blocks = num_bytes // pool.block_bytes
-        if self.num_blocks < 1:
-            raise ConfigError(
-                f"{setting} {num_bytes} holds no block: one has {pool.block_bytes} bytes"
-            )
-        self._window: PinnedWindow | None = None
-        self.address = 0
-        try:
-            if isinstance(pool, DevicePool):
-                self._window = PinnedWindow(pool, self.num_blocks, pool.block_bytes)
-                self._memory = self._window.pool
-                self.address = self._window.address
-            else:
-                self._memory = KVPool(self.num_blocks, pool.block_bytes)
-        except (ConfigError, TransferError) as error:
-            raise ConfigError(f"{setting} cannot be had: {error}") from error
-        self.buffer = self._memory.buffer
-
-    def close(self) -> None:
-        """Let go of the memory; nothing may use it any more."""
-        if self._window is None:
-            self._memory.close()
-        else:
-            self._window.close()
+from common.transfer.ranks import RankedPool
+from common.worker.host_memory import HostedPool, HostMemory, refuse_outside, runs_of
+from common.worker.rank_copies import open_rank_copies
 
 
 class PoolCopies(Protocol):
@@ -84,13 +51,13 @@ class MemoryCopies:
 
     def upload(self, memory: HostMemory, slots: Sequence[int], block_ids: Sequence[int]) -> None:
         """Copy slots to blocks."""
-        _refuse_outside((slots, memory.num_blocks), (block_ids, self._pool.num_blocks))
-        self._copy(self._pool.buffer, memory.buffer, _runs(slots, block_ids))
+        refuse_outside((slots, memory.num_blocks), (block_ids, self._pool.num_blocks))
+        self._copy(self._pool.buffer, memory.buffer, runs_of(slots, block_ids))
 
     def download(self, memory: HostMemory, slots: Sequence[int], block_ids: Sequence[int]) -> None:
         """Copy blocks to slots."""
-        _refuse_outside((slots, memory.num_blocks), (block_ids, self._pool.num_blocks))
-        self._copy(memory.buffer, self._pool.buffer, _runs(block_ids, slots))
+        refuse_outside((slots, memory.num_blocks), (block_ids, self._pool.num_blocks))
+        self._copy(memory.buffer, self._pool.buffer, runs_of(block_ids, slots))
 
     def wait(self) -> None:
         """Have nothing to wait for."""
@@ -115,13 +82,13 @@ class DeviceCopies:
 
     def upload(self, memory: HostMemory, slots: Sequence[int], block_ids: Sequence[int]) -> None:
         """Begin to copy slots to blocks."""
-        _refuse_outside((slots, memory.num_blocks), (block_ids, self._pool.num_blocks))
-        self._copy(self._pool.address, memory.address, _runs(slots, block_ids))
+        refuse_outside((slots, memory.num_blocks), (block_ids, self._pool.num_blocks))
+        self._copy(self._pool.address, memory.address, runs_of(slots, block_ids))
 
     def download(self, memory: HostMemory, slots: Sequence[int], block_ids: Sequence[int]) -> None:
         """Begin to copy blocks to slots."""
-        _refuse_outside((slots, memory.num_blocks), (block_ids, self._pool.num_blocks))
-        self._copy(memory.address, self._pool.address, _runs(block_ids, slots))
+        refuse_outside((slots, memory.num_blocks), (block_ids, self._pool.num_blocks))
+        self._copy(memory.address, self._pool.address, runs_of(block_ids, slots))
 
     def wait(self) -> None:
         """Wait for the stream; the thread sleeps meanwhile."""
@@ -149,19 +116,8 @@ class DeviceCopies:
             )
 
 
-def open_pool_copies(pool: KVPool | DevicePool) -> PoolCopies:
-    """Return the copies of a kind of pool."""
+def open_pool_copies(pool: HostedPool) -> PoolCopies:
+    """Return the copies of a kind of pool; TransferError where a rank cannot be reached."""
+    if isinstance(pool, RankedPool):
+        return open_rank_copies(pool)
     return DeviceCopies(pool) if isinstance(pool, DevicePool) else MemoryCopies(pool)
-
-
-def _runs(sources: Sequence[int], targets: Sequence[int]) -> NDArray[np.int32]:
-    """Return (source, target, length) of the fewest copies."""
-    return flowpath_native.align(
-        np.asarray(sources, dtype=np.int32), np.asarray(targets, dtype=np.int32)
-    )
-
-
-def _refuse_outside(*sides: tuple[Sequence[int], int]) -> None:
-    for places, bound in sides:
-        if not all(0 <= place < bound for place in places):
-            raise IndexError(f"a block of {places} is outside of {bound}")

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
-from common.worker.pool_copies import HostMemory
+from common.worker.host_memory import HostMemory
 
 TURNS = 4
 """A turn takes at most one part of so many: what reads, what writes, and what each still copies."""

@@ -20,7 +20,8 @@ from common.storage.host_tier import HostTier
 from common.storage.interface import BlockStore, Memory
 from common.storage.linked_store import num_leading_hits
 from common.storage.tiered_store import TieredStore
-from common.worker.pool_copies import HostMemory, PoolCopies
+from common.worker.host_memory import HostMemory
+from common.worker.pool_copies import PoolCopies
 from common.worker.store_buffer import StoreBuffer
 
 

@@ -13,8 +13,9 @@ from common.storage.codec_stage import CodecStage
 from common.storage.host_tier import HostTier
 from common.storage.interface import NO_CODEC, StoreIdentity
 from common.storage.open_store import open_store
+from common.transfer.ranks import RankedPool
+from common.worker.host_memory import HostedPool, HostMemory, host_block_bytes
 from common.worker.machine import Machine
-from common.worker.pool_copies import HostMemory
 from common.worker.store_buffer import StoreBuffer
 from common.worker.store_paths import PlacedTier
 from common.worker.worker_store import WorkerStore
@@ -24,7 +25,8 @@ from common.worker.worker_store import WorkerStore
 def worker_store(settings: Settings, machine: Machine) -> Iterator[WorkerStore | None]:
     """Have the store that the settings name as long as the block; None for none.
 
-    ConfigError when it or its host memory cannot be had, or the pool is in several pieces.
+    ConfigError when it or its host memory cannot be had, or the pool is of no kind that blocks
+    can be kept of.
     """
     if not settings.has_store:
         yield None
@@ -36,10 +38,10 @@ def worker_store(settings: Settings, machine: Machine) -> Iterator[WorkerStore |
 def open_worker_store(settings: Settings, machine: Machine) -> WorkerStore:
     """Return the store, which knows the pool (see ``worker_store``)."""
     layout, pool = machine.layout, machine.pool
-    if not isinstance(pool, KVPool | DevicePool):
+    if not isinstance(pool, KVPool | DevicePool | RankedPool):
         raise ConfigError(
-            f"--store {settings.store}: a store is for workers whose pool is in one piece, and"
-            f" this one's is a {type(pool).__name__}; --store none serves without a store"
+            f"--store {settings.store}: there is no way from a store to a"
+            f" {type(pool).__name__}, which this worker's pool is; --store none serves without one"
         )
     stage = _open_stage(settings.store_codec, layout)
     identity = StoreIdentity(
@@ -79,14 +81,14 @@ def _open_stage(codec: str, layout: KVLayout) -> CodecStage | None:
     return CodecStage(Fp8Codec(layout))
 
 
-def _open_tier(num_bytes: int, pool: KVPool | DevicePool) -> PlacedTier | None:
+def _open_tier(num_bytes: int, pool: HostedPool) -> PlacedTier | None:
     if not num_bytes:
         return None
     memory = HostMemory(pool, num_bytes, "host_tier_bytes")
-    return PlacedTier(HostTier(memory.buffer, pool.block_bytes), memory)
+    return PlacedTier(HostTier(memory.buffer, host_block_bytes(pool)), memory)
 
 
-def _open_buffer(settings: Settings, pool: KVPool | DevicePool) -> StoreBuffer | None:
+def _open_buffer(settings: Settings, pool: HostedPool) -> StoreBuffer | None:
     """Return the buffer that blocks pass; None where storage reads into the pool itself."""
     if settings.store_path == "direct" and isinstance(pool, KVPool):
         return None

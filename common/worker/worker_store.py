@@ -2,18 +2,18 @@
 
 from collections.abc import Sequence
 
-from common.kv.device_pool import DevicePool
 from common.kv.pool import KVPool
 from common.storage.codec_stage import CodecStage, CodecStats
 from common.storage.codec_store import CodecStore
 from common.storage.interface import BlockStore, Memory, StoreStats
 from common.storage.linked_store import LinkedStore
 from common.storage.tiered_store import TieredStore
+from common.worker.host_memory import HostedPool, host_block_bytes
 from common.worker.pool_copies import open_pool_copies
 from common.worker.store_buffer import BufferStats, StoreBuffer
 from common.worker.store_paths import BufferedPath, DirectPath, PlacedTier, StorePath
 
-NEEDS_BUFFER = "a pool on a GPU needs a buffer"
+NEEDS_BUFFER = "a pool on a GPU or of several ranks needs a buffer"
 
 
 class WorkerStore:
@@ -24,7 +24,7 @@ class WorkerStore:
     def __init__(
         self,
         storage: BlockStore,
-        pool: KVPool | DevicePool,
+        pool: HostedPool,
         tier: PlacedTier | None = None,
         buffer: StoreBuffer | None = None,
         stage: CodecStage | None = None,
@@ -39,8 +39,8 @@ class WorkerStore:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block."""
-        return self._pool.block_bytes
+        """Bytes of one block of all KV heads."""
+        return host_block_bytes(self._pool)
 
     @property
     def stored_block_bytes(self) -> int:

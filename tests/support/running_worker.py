@@ -36,11 +36,11 @@ from common.worker.compaction import Compactor
 from common.worker.control import ControlLink
 from common.worker.emitter import TokenEmitter
 from common.worker.host_blocks import open_host_blocks
+from common.worker.host_memory import HostMemory
 from common.worker.inbound import InboundHandoffs
 from common.worker.outbound import OutboundHandoffs
 from common.worker.own_role import OwnRole
 from common.worker.parts import Channels, WorkerParts
-from common.worker.pool_copies import HostMemory
 from common.worker.setup import HandoffSetup
 from common.worker.store_access import StoreAccess
 from common.worker.store_buffer import StoreBuffer

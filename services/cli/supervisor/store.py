@@ -13,7 +13,7 @@ def choose_store(settings: Settings) -> Settings:
     """Return settings that name a store or none, where they said ``auto``.
 
     It is a folder of this user's own, which is made where it is missing. None where the workers
-    may be on GPUs or in several ranks, or there can be no such folder.
+    may be on GPUs, or there can be no such folder.
     """
     if settings.store != AUTO_STORE:
         return settings
@@ -24,7 +24,7 @@ def _default_store(settings: Settings) -> str:
     is_on_cpus = settings.device == "cpu" or (
         settings.device == "auto" and not processor.may_have_gpu()
     )
-    if not is_on_cpus or settings.tensor_parallel > 1:
+    if not is_on_cpus:
         return NO_STORE
     folder = settings.cache_dir / "store"
     try:

@@ -14,7 +14,7 @@ from tests.support.stored_blocks import IDENTITY
 
 def test_workers_on_cpus_get_a_private_bounded_folder(tmp_path: Path) -> None:
     cache = tmp_path / "a cache?"
-    settings = choose_store(Settings(device="cpu", cache_dir=cache))
+    settings = choose_store(Settings(device="cpu", tensor_parallel=2, cache_dir=cache))
     assert settings.has_store
     assert (cache / "store").stat().st_mode & 0o777 == 0o700
     store = open_store(settings.store, IDENTITY)
@@ -37,15 +37,12 @@ def test_what_somebody_has_said_is_left_alone(tmp_path: Path, store: str) -> Non
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("device", "tensor_parallel"), [("auto", 1), ("cuda", 1), ("cuda:1", 1), ("cpu", 2)]
-)
-def test_workers_on_gpus_or_in_ranks_get_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, tensor_parallel: int
+@pytest.mark.parametrize("device", ["auto", "cuda", "cuda:1"])
+def test_workers_on_gpus_get_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:
     monkeypatch.setattr(processor, "may_have_gpu", lambda: True)
-    settings = Settings(device=device, tensor_parallel=tensor_parallel, cache_dir=tmp_path)
-    chosen = choose_store(settings)
+    chosen = choose_store(Settings(device=device, cache_dir=tmp_path))
     assert (chosen.store, chosen.has_store) == ("none", False)
 
 

@@ -30,7 +30,7 @@ def test_every_way_brings_the_bytes_that_were_written(tmp_path: Path) -> None:
 def test_bytes_that_differ_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pool = DevicePool(2 * NUM_BLOCKS, BLOCK_BYTES, 0, driver=FakeGpus().process())
     pool.tensor.random_()
-    monkeypatch.setattr("common.worker.pool_copies._runs", lambda *_: np.zeros((0, 3), np.int32))
+    monkeypatch.setattr("common.worker.pool_copies.runs_of", lambda *_: np.zeros((0, 3), np.int32))
     with pytest.raises(WrongBytes, match="other bytes"):
         measure(pool, tmp_path, NUM_BLOCKS, 1)
     pool.close()

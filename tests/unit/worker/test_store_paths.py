@@ -14,7 +14,8 @@ from common.kv.pool import KVPool
 from common.storage.host_tier import HostTier
 from common.storage.interface import BlockStore, Memory, NoStore
 from common.traffic.shared_link import SharedLink
-from common.worker.pool_copies import HostMemory, open_pool_copies
+from common.worker.host_memory import HostMemory
+from common.worker.pool_copies import open_pool_copies
 from common.worker.store_access import StoreAccess
 from common.worker.store_buffer import BufferStats, StoreBuffer
 from common.worker.store_paths import PlacedTier

@@ -145,12 +145,12 @@ def test_host_memory_that_cannot_be_had_is_refused_by_its_name(
         open_worker_store(settings, machine(pool))
 
 
-def test_a_pool_in_several_pieces_is_refused_by_name(tmp_path: Path, url: str) -> None:
-    class RankedPool:
+def test_a_pool_of_no_known_kind_is_refused_by_name(tmp_path: Path, url: str) -> None:
+    class StrangePool:
         pass
 
-    with pytest.raises(ConfigError, match=r"whose pool is in one piece.*is a RankedPool"):
-        open_worker_store(Settings(store=url), machine(RankedPool()))
+    with pytest.raises(ConfigError, match=r"there is no way .* to a StrangePool, which"):
+        open_worker_store(Settings(store=url), machine(StrangePool()))
     assert not (tmp_path / "s").exists()
 
 
