@@ -1,5 +1,6 @@
 """What a worker is made of and keeps for its whole life: model, KV pool, engine."""
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
@@ -15,7 +16,7 @@ from common.engine.interface import Engine
 from common.engine.layerwise.cpu import LayerwiseCpuEngine
 from common.engine.layerwise.stream import ring_layout
 from common.engine.parallel.cpu import build_on_cpu
-from common.engine.parallel.engine import ParallelEngine
+from common.engine.parallel.engine import ParallelEngine, PreparedT
 from common.engine.parallel.meeting import layout_of
 from common.engine.parallel.messages import EngineSettings
 from common.engine.weights import read_kv_scales
@@ -26,12 +27,14 @@ from common.messages.fields import Role
 from common.models.config import ModelConfig
 from common.models.default_model import ensure_default_model
 from common.telemetry.progress import Progress
+from common.transfer.ranks import RankedPool
 from common.transfer.ranks_transport import join_ranks
 from common.worker.devices import GpuPlace, gpu_pool_bytes, place_worker
 from common.worker.host_blocks import HostBlocks, open_host_blocks
 
 if TYPE_CHECKING:
     from common.engine.cuda.model import CudaModel
+    from common.kv.device_pool import DevicePool
 
 log = structlog.get_logger()
 
@@ -175,14 +178,14 @@ def _build_ranks_on_cpu(
     )
     own = KVPool(num_blocks, layout_of(ranks).block_bytes)
     engine = build_on_cpu(ranks, own)
-    pool = join_ranks(layout, own, engine.handles[1:])
+    pool, host_blocks = _join_ranks(settings, layout, own, engine)
     return Machine(
         config=config,
         model_fingerprint=config.fingerprint(has_weights=settings.has_weights),
         layout=layout,
         pool=pool,
         engine=engine,
-        host_blocks=open_host_blocks(pool, settings.swap_bytes),
+        host_blocks=host_blocks,
         max_num_batched_tokens=settings.max_num_batched_tokens or CPU_BATCHED_TOKENS,
         max_num_seqs=settings.max_num_seqs or CPU_SEQS,
     )
@@ -342,18 +345,33 @@ def _build_ranks_on_gpus(
         return _num_blocks(pool_bytes, own) - 1
 
     built = build_on_cuda(ranks, count_blocks, Progress())
-    pool = join_ranks(layout, built.own.pool, built.engine.handles[1:])
+    pool, host_blocks = _join_ranks(settings, layout, built.own.pool, built.engine)
     return Machine(
         config=config,
         model_fingerprint=config.fingerprint(has_weights=settings.has_weights),
         layout=layout,
         pool=pool,
         engine=built.engine,
-        host_blocks=open_host_blocks(pool, settings.swap_bytes),
+        host_blocks=host_blocks,
         max_num_batched_tokens=ranks.max_num_batched_tokens,
         max_num_seqs=ranks.max_num_seqs,
         is_on_gpu=True,
     )
+
+
+def _join_ranks(
+    settings: Settings,
+    layout: KVLayout,
+    own: "KVPool | DevicePool",
+    engine: ParallelEngine[PreparedT],
+) -> tuple[RankedPool, HostBlocks]:
+    """Return the pool of all ranks and what is beside it; the ranks end where that cannot be."""
+    with ExitStack() as undo:
+        undo.callback(engine.close)
+        pool = join_ranks(layout, own, engine.handles[1:])
+        host_blocks = open_host_blocks(pool, settings.swap_bytes)
+        undo.pop_all()
+    return pool, host_blocks
 
 
 def _num_gpus(settings: Settings) -> int:
