@@ -5,7 +5,7 @@ bare limits: a memcpy into another process's memory and a plain TCP stream betwe
 processes. All ways take turns in random order; medians count. Ours compute a checksum of each
 block, NIXL computes none.
 
-``rdma`` is measured where NIXL is installed beside the project (``pip install 'flowpath[rdma]'``).
+``rdma`` is measured where NIXL is installed beside the project (``pip install '.[rdma]'``).
 NIXL alone is measured in any environment that has it; put it into one of its own and name it::
 
     python3 -m venv /tmp/nixl

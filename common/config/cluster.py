@@ -72,7 +72,7 @@ class ClusterSettings(BaseModel):
     ] = Field(
         "auto",
         description="How KV moves between workers; auto takes the best that both sides offer. "
-        "rdma needs NIXL (`pip install 'flowpath[rdma]'`). layerwise and gather_buffer are what "
+        "rdma needs NIXL (`.venv/bin/pip install '.[rdma]'`). layerwise and gather_buffer are what "
         "cuda_ipc is compared with.",
     )
     heartbeat_seconds: float = Field(

@@ -5,6 +5,7 @@ import ctypes
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -50,11 +51,18 @@ def run_program(
         return EXIT_CONFIG_ERROR
 
 
-def end_now(code: int) -> NoReturn:
-    """End the process without the interpreter's own end.
+def run_and_end(main: Callable[[], int]) -> NoReturn:
+    """Run a program and end the process with its exit code, without the interpreter's own end.
 
     For workers and ranks: threads of the libraries may be waiting for other ranks, for ever.
     """
+    try:
+        code = main()
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    except BaseException:  # noqa: BLE001 - nobody is left to handle it
+        traceback.print_exc()
+        code = 1
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

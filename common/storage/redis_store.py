@@ -64,7 +64,7 @@ class RedisStore:
             redis = importlib.import_module("redis")
         except ImportError:
             raise ConfigError(
-                "a store in Redis needs the package redis: pip install 'flowpath[redis]'"
+                "a store in Redis needs the package redis: .venv/bin/pip install '.[redis]'"
             ) from None
         try:
             self._client: _Client = redis.Redis.from_url(

@@ -34,7 +34,7 @@ from common.transfer.bench_peer import (
     log_to_stderr,
     open_bench_rdma,
 )
-from common.transfer.rdma_nixl import is_nixl_installed
+from common.transfer.nixl_packages import is_nixl_installed
 from common.transfer.shm import ShmBackend
 from common.transfer.tcp import TcpBackend
 

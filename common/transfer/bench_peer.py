@@ -23,10 +23,11 @@ from common.errors import TransferError
 from common.ids import TransferId
 from common.kv.pool import KVPool
 from common.messages.fields import PoolHandle, RdmaPoolHandle, TcpPoolHandle
+from common.transfer.nixl_packages import is_nixl_installed
 from common.transfer.rdma import RdmaBackend
 from common.transfer.rdma_export import RdmaExport, open_rdma
 from common.transfer.rdma_memory import RdmaMemory
-from common.transfer.rdma_nixl import NixlLibrary, is_nixl_installed
+from common.transfer.rdma_nixl import NixlLibrary
 from common.transfer.tcp_export import TcpExport
 
 STALL_SECONDS = 20.0

@@ -38,5 +38,5 @@ class Pace:
             if count != before:
                 before, deadline = count, now + limit
             elif now > deadline:
-                raise TransferError(f"nothing moved for {limit:g} s")
+                raise TransferError(f"nothing moved for {limit:.1f} s")
             self._never.wait(POLL_SECONDS)

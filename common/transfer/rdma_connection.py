@@ -112,7 +112,7 @@ class RdmaConnection:
             if code == MOVED:
                 deadline = monotonic() + self._stall_seconds
             elif monotonic() > deadline:
-                raise TransferError(f"nothing moved for {self._stall_seconds:g} s")
+                raise TransferError(f"nothing moved for {self._stall_seconds:.1f} s")
         return result
 
     def _next_word(self, sequence: int) -> int | None:

@@ -15,20 +15,13 @@ from typing import Any
 
 from common.config.environment import environment
 from common.errors import ConfigError, TransferError
+from common.transfer.nixl_packages import HOW_TO_INSTALL, PACKAGES
 from common.transfer.rdma_agent import MemoryKind, Piece, SourcePool
 from common.transfer.rdma_memory import RdmaMemory
 from common.transfer.rdma_ports import fastest_port_rate
 
-PACKAGES = ("nixl_cu12", "nixl_cu13")
-"""NIXL's builds, one for each version of CUDA; both work without a GPU as well."""
-HOW_TO_INSTALL = "install it with `pip install 'flowpath[rdma]'` (or nixl-cu13 for CUDA 13)"
 BACKEND = "UCX"
 _SEGMENTS = {MemoryKind.HOST: "DRAM", MemoryKind.GPU: "VRAM"}
-
-
-def is_nixl_installed() -> bool:
-    """Whether any build of NIXL can be imported."""
-    return any(find_spec(package) is not None for package in PACKAGES)
 
 
 class NixlRead:

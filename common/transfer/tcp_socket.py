@@ -140,7 +140,7 @@ class DataSocket:
         return int(struct.unpack("i", answer)[0])
 
     def _stalled(self, what: str) -> str:
-        return f"the peer {what} no byte for {self._stall_seconds:g} s"
+        return f"the peer {what} no byte for {self._stall_seconds:.1f} s"
 
 
 def _configure(sock: socket.socket, stall_seconds: float) -> None:

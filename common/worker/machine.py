@@ -77,6 +77,11 @@ class Machine:
         """Return why the engine computes nothing any more; None while it does."""
         return self.engine.broken if isinstance(self.engine, ParallelEngine) else None
 
+    def give_up_step(self, reason: str) -> None:
+        """Let whoever waits for a step go on, where the engine can be broken off."""
+        if isinstance(self.engine, ParallelEngine):
+            self.engine.give_up(reason)
+
     def close(self) -> None:
         """End the engine's other processes and threads, where there are any."""
         if isinstance(self.engine, ClosableEngine):

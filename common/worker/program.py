@@ -4,6 +4,7 @@ import asyncio
 import gc
 import os
 import signal
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -61,6 +62,8 @@ GROWTH_BLOCKS = 4
 
 JOURNAL_MAX_BYTES = 256 * 1024 * 1024
 LAST_WORDS_SECONDS = 0.5
+STEP_END_SECONDS = 5.0
+"""How long a worker that ends waits for its last step where the engine can be broken off."""
 MAX_SEGMENT_SHARE = 16
 """SEGMENT_MIN_SIZE is capped at this fraction of a small pool (1 / 16)."""
 
@@ -96,9 +99,19 @@ def run(settings: Settings, role: Role, worker_id: str) -> int:
     except EngineBroken as error:
         # Whoever waits for this worker learns of its death, and goes on elsewhere.
         log.critical("cannot_go_on", reason=str(error))
+        sys.stderr.write(f"flowpath {worker_id}: {error}\n")
         return 1
     finally:
         file.close()
+
+
+def _is_idle(engine_thread: ThreadPoolExecutor) -> bool:
+    """Wait for the step in flight, if there is one, for some time."""
+    try:
+        engine_thread.submit(lambda: None).result(STEP_END_SECONDS)
+    except TimeoutError:
+        return False
+    return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +188,8 @@ class _Incarnation:
             # Steps and writes end before the pool can be used by another incarnation.
             fabric.lift()
             fabric.wait_idle(settings.lease_seconds)
+            if not _is_idle(engine_thread):
+                self._machine.give_up_step(f"a step does not end within {STEP_END_SECONDS:g} s")
             engine_thread.shutdown(wait=True)
             copier.shutdown(wait=True)
             if store is not None:

@@ -22,12 +22,13 @@ from common.transfer.cuda_ipc import (
 )
 from common.transfer.host_staged import StagedTcpBackend
 from common.transfer.nccl_cuda import open_nccl
+from common.transfer.nixl_packages import is_nixl_installed
 from common.transfer.ranks import RankedPool
 from common.transfer.ranks_transport import RANKS, as_ranked, open_ranks
 from common.transfer.rdma import RDMA
 from common.transfer.rdma_export import open_rdma
 from common.transfer.rdma_memory import RdmaMemory
-from common.transfer.rdma_nixl import NixlLibrary, is_nixl_installed
+from common.transfer.rdma_nixl import NixlLibrary
 from common.transfer.rdma_ports import fastest_port_rate
 from common.transfer.selection import TRANSPORTS
 from common.transfer.shm import MemoryExport, ShmBackend
@@ -99,7 +100,10 @@ def open_transports(
         if ranked is not None:
             opened[RANKS] = open_ranks(ranked)
     if not opened and choice != AUTO:
-        raise ConfigError(f"transport {choice} does not move a KV pool in {_where(pool)}")
+        raise ConfigError(
+            f"transport {choice} does not move a KV pool in {_where(pool)}; set transport to auto,"
+            " or to tcp between hosts"
+        )
     return Transports(
         MappingProxyType({name: both[0] for name, both in opened.items()}),
         MappingProxyType({name: both[1] for name, both in opened.items()}),

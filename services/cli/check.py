@@ -9,8 +9,11 @@ from common.config.load import LoadedSettings
 from common.config.settings import Settings
 from common.config.sizes import format_size
 from common.config.value_types import is_size
+from common.engine.shard import Shard
+from common.errors import ConfigError
 from common.models.config import ModelConfig
 from common.models.default_names import FOLDER_NAME
+from common.transfer.nixl_packages import HOW_TO_INSTALL, is_nixl_installed
 from common.transport.addresses import load_keys
 from common.transport.security import ALLOWED_NAME
 from services.cli.terminal import out
@@ -20,10 +23,15 @@ def print_settings(loaded: LoadedSettings, *, has_gateway: bool) -> None:
     """Open the files that the settings name and print a line per setting.
 
     ``has_gateway`` says that the program to check reads the file of API keys. Raises ConfigError
-    for a model folder, a key folder or a file of API keys that would end the program.
+    for a model folder, ranks, a transport, a key folder or a file of API keys that would end the
+    program.
     """
     settings = loaded.settings
     config = _model_config(settings)
+    if config is not None:
+        Shard(0, settings.tensor_parallel).config(config)
+    if settings.transport == "rdma" and not is_nixl_installed():
+        raise ConfigError(f"transport rdma needs NIXL; {HOW_TO_INSTALL}")
     if has_gateway and settings.api_key_file is not None:
         load_api_keys(settings.api_key_file)
     keys = load_keys(settings)

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Sequence
 
-from common.config.program import end_now, run_program
+from common.config.program import run_and_end, run_program
 from common.config.settings import Settings
 from common.ids import WorkerId
 from common.messages.fields import Role
@@ -22,4 +22,4 @@ def _run(settings: Settings, worker_id: str) -> int:
 
 
 if __name__ == "__main__":
-    end_now(main())
+    run_and_end(main)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from common.transfer.rdma_nixl import HOW_TO_INSTALL, is_nixl_installed
+from common.transfer.nixl_packages import HOW_TO_INSTALL, is_nixl_installed
 from tests.gpu.pair import BLOCKS, Pair, churned
 from tests.support.gpus import why_too_few
 

@@ -105,6 +105,10 @@ class ParallelEngine(Generic[PreparedT]):
         """Launch a step and collect it."""
         return self.collect(self.launch(rows)) if rows else []
 
+    def give_up(self, reason: str) -> None:
+        """Break the engine from any thread, so that whoever waits for a step goes on."""
+        self._group.fail(reason)
+
     def close(self) -> None:
         """End the other ranks; a second call does nothing."""
         self._group.close()

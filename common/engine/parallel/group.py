@@ -33,6 +33,8 @@ STEP_SECONDS = 120.0
 """How long a step, or its taking by a rank, may last."""
 LOOK_SECONDS = 0.5
 """How often deadlines are looked at."""
+STOPPED_SECONDS = 3.0
+"""How long a rank's process may be stopped, as by SIGSTOP."""
 REASON_SECONDS = 2.0
 """How long a failed operation waits for the reason: usually that a rank has ended."""
 
@@ -61,6 +63,7 @@ class RankGroup:
         self._is_closed = False
         self._answers: dict[int, list[Report]] = {rank: [] for rank in range(1, num_ranks)}
         self._num_done = dict.fromkeys(self._answers, 0)
+        self._stopped_since: dict[int, float] = {}
         self._processes: list[RankProcess] = []
         try:
             for rank in self._answers:
@@ -192,9 +195,18 @@ class RankGroup:
                 for key, _ in selector.select(LOOK_SECONDS):
                     if not self._take(key.data):
                         selector.unregister(key.fileobj)
+                self._look_for_stopped()
                 deadline = self._deadline
                 if deadline is not None and monotonic() > deadline:
                     self.fail("a rank does not come to the end of a step")
+
+    def _look_for_stopped(self) -> None:
+        now = monotonic()
+        for process in self._processes:
+            if not process.is_stopped:
+                self._stopped_since.pop(process.rank, None)
+            elif now - self._stopped_since.setdefault(process.rank, now) > STOPPED_SECONDS:
+                self.fail(f"rank {process.rank} (process {process.pid}) is stopped")
 
     def _take(self, process: RankProcess) -> bool:
         """Take one report; tell whether more may come."""

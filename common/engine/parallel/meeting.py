@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import torch
 
@@ -20,6 +19,7 @@ from common.engine.parallel.messages import (
     PoolMade,
 )
 from common.engine.parallel.nccl import NcclCommunicator
+from common.engine.parallel.rendezvous import Rendezvous
 from common.engine.shard import Shard
 from common.errors import ConfigError
 from common.kv.layout import KVLayout
@@ -28,7 +28,6 @@ from common.models.config import ModelConfig
 
 LOAD_SECONDS = 1800.0
 """How long a rank may take to load its weights, and to compile and capture its kernels."""
-FOLDER_PREFIX = "flowpath-ranks-"
 
 Handle = PoolHandle | CudaPoolHandle
 RanksCommunicator = GlooCommunicator | NcclCommunicator
@@ -40,8 +39,8 @@ class Meeting:
     def __init__(self, settings: EngineSettings) -> None:
         """Start the other ranks' processes."""
         self._settings = settings
-        self._folder = TemporaryDirectory(prefix=FOLDER_PREFIX)
-        self._rendezvous = str(Path(self._folder.name, "rendezvous"))
+        self._place = Rendezvous()
+        self._rendezvous = self._place.file
         root = Shard(0, settings.num_ranks)
         self.communicator = make_communicator(settings, root, self._rendezvous)
         self.group = RankGroup(settings.num_ranks, self._let_go, self._part)
@@ -71,11 +70,11 @@ class Meeting:
 
     def _let_go(self) -> None:
         self.communicator.abort()
-        self._folder.cleanup()
+        self._place.close()
 
     def _part(self) -> None:
         self.communicator.close()
-        self._folder.cleanup()
+        self._place.close()
 
 
 @contextmanager

@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 from common.engine.parallel.messages import Order, Report
 from common.engine.parallel.wire import Wire
@@ -40,6 +41,15 @@ class RankProcess:
     def pid(self) -> int:
         """The process's id."""
         return self._process.pid
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether somebody has stopped the process, which computes nothing then."""
+        try:
+            told = Path(f"/proc/{self.pid}/stat").read_text(encoding="ascii", errors="replace")
+        except OSError:
+            return False
+        return told.rpartition(")")[2].split()[:1] in (["T"], ["t"])
 
     def describe_end(self) -> str:
         """Say how the process ended, whose stream has; it is given a moment to do so."""

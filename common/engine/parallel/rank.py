@@ -9,11 +9,12 @@ import os
 import signal
 import socket
 import sys
+import traceback
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import assert_never
 
-from common.config.program import die_with_parent, end_now
+from common.config.program import die_with_parent, run_and_end
 from common.engine.parallel.follower import CpuFollower, Finish, Follower
 from common.engine.parallel.messages import (
     MAX_TEXT,
@@ -69,8 +70,10 @@ class Rank:
         try:
             finish()
             self._wire.send(StepDone(number=number))
-        except RANK_ERRORS as error:
+        except BaseException as error:  # noqa: BLE001 - whatever it is, the step is not done
             # The main thread waits for orders that nobody could carry out any more.
+            if not isinstance(error, RANK_ERRORS):
+                traceback.print_exc()
             last_words(self._wire, error)
             os._exit(EXIT_FAILED)
 
@@ -117,8 +120,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except RANK_ERRORS as error:
         last_words(wire, error)
+    except BaseException as error:
+        last_words(wire, error)
+        raise
     return EXIT_FAILED
 
 
 if __name__ == "__main__":
-    end_now(main())
+    run_and_end(main)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from common.config.folders import lock_file
 from common.config.settings import Settings
+from common.engine.shard import Shard
 from common.errors import ConfigError
 from common.models.config import ModelConfig
 
@@ -72,13 +73,13 @@ async def prepare_model(settings: Settings, tell: Callable[[str], None]) -> Sett
     """Return settings that name a checked model folder; the default one is made where missing.
 
     ``tell`` gets the progress. Raises ModelError, which names the file, for a folder that cannot
-    be served.
+    be served, and ConfigError where ``tensor_parallel`` ranks cannot share it.
     """
     if settings.model:
         folder = Path(settings.model)
     else:
         folder = await _default_model(settings, tell)
-    ModelConfig.load(folder)
+    Shard(0, settings.tensor_parallel).config(ModelConfig.load(folder))
     named = {"model": str(folder), "served_model_name": settings.model_name}
     return settings.model_copy(update=named)
 

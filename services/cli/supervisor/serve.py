@@ -13,6 +13,7 @@ from common.config import processor
 from common.config.folders import lock_file, prepare_run_dir
 from common.config.load import save_settings
 from common.config.settings import Settings
+from common.engine.parallel.rendezvous import remove_abandoned
 from common.telemetry.logging import configure_logging
 from common.transport.addresses import check_network, controller_endpoint, load_keys
 from services.cli.supervisor.plan import plan_processes
@@ -60,6 +61,7 @@ def _serve_on_port(settings: Settings) -> int:
             with closing(file):
                 return asyncio.run(_serve(settings, out()))
         finally:
+            remove_abandoned()
             tidy(settings.run_dir, remove_folder=not was_there)
 
 
@@ -91,6 +93,8 @@ async def _serve(settings: Settings, console: Console) -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         loop.add_signal_handler(number, supervisor.stop)
     usual = _TRANSPORTS.get(settings.transport, settings.transport)
+    if settings.tensor_parallel > 1:
+        usual = "ranks (each KV head from rank to rank, within this host)"
     transport = "local (a worker does both)" if settings.combined else usual
     processes = ", ".join(spec.name for spec in specs)
     for name, value in (

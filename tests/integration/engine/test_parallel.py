@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -216,6 +217,38 @@ def test_a_rank_that_stands_still_ends_the_step_in_time(
             ranks.execute(row([5], 10, blocks))
         with pytest.raises(EngineBroken, match="a rank does not come to the end of a step"):
             ranks.engine.launch([row([5], 10, blocks)])
+    finally:
+        ranks.close()
+
+
+def test_a_stopped_rank_is_noticed_long_before_a_step_has_to_end(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group, "STOPPED_SECONDS", 0.1)
+    ranks = PooledRanks(folder, 2)
+    try:
+        blocks = ranks.blocks_for(20)
+        ranks.execute(row(tokens(10, 1), 0, blocks))
+        (pid,) = ranks.engine.pids
+        os.kill(pid, signal.SIGSTOP)
+        with pytest.raises(EngineBroken, match=rf"rank 1 \(process {pid}\) is stopped"):
+            ranks.execute(row([5], 10, blocks))
+        assert not psutil.pid_exists(pid)
+    finally:
+        ranks.close()
+
+
+def test_a_step_can_be_given_up(folder: Path) -> None:
+    ranks = PooledRanks(folder, 2)
+    try:
+        blocks = ranks.blocks_for(20)
+        ranks.execute(row(tokens(10, 1), 0, blocks))
+        os.kill(ranks.engine.pids[0], signal.SIGSTOP)
+        step = ranks.engine.launch([row([5], 10, blocks)])
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(ranks.engine.give_up, "nobody waits for it")
+            with pytest.raises(EngineBroken, match="nobody waits for it"):
+                ranks.engine.collect(step)
     finally:
         ranks.close()
 

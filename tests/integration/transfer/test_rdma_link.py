@@ -11,9 +11,10 @@ from common.errors import TransferError
 from common.ids import TransferId
 from common.kv.pool import KVPool
 from common.transfer import rdma, rdma_reader
+from common.transfer.nixl_packages import HOW_TO_INSTALL, is_nixl_installed
 from common.transfer.rdma import RdmaLink
 from common.transfer.rdma_memory import RdmaMemory
-from common.transfer.rdma_nixl import HOW_TO_INSTALL, NixlLibrary, is_nixl_installed
+from common.transfer.rdma_nixl import NixlLibrary
 from common.transfer.tcp_wire import new_token
 from common.transfer.verify import verify_blocks
 from tests.support.data_stream import wait_until

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from common.transfer.rdma_nixl import HOW_TO_INSTALL, is_nixl_installed
+from common.transfer.nixl_packages import HOW_TO_INSTALL, is_nixl_installed
 
 ROOT = Path(__file__).parents[3]
 SIDE = Path(__file__).parent / "rdma_side.py"

@@ -16,6 +16,7 @@ from common.messages.admin import OrderDrain, OrderRole, OrderRoles, RoleControl
 from common.messages.fields import Role
 from common.models.default_names import FOLDER_NAME
 from common.transport.security import Keys, make_keys
+from services.cli import check
 from services.cli.admin import Order
 from services.cli.main import app
 from services.cli.supervisor.serve import told_dtype
@@ -99,6 +100,22 @@ def test_check_tells_of_a_context_that_is_longer_than_the_model_s(
         assert code == 0
         told = f"note: max_model_len {asked} is more than the model's 256, which holds"
         assert (told in out.splitlines()) == is_told
+
+
+def test_check_refuses_what_no_worker_could_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MODEL_CONFIG))
+    model = ("--model", str(tmp_path))
+    heads = MODEL_CONFIG["num_key_value_heads"]
+    assert isinstance(heads, int)
+    code, _, err = run("serve", *model, "--tensor-parallel", str(heads + 1), "--check")
+    assert code == 2
+    assert f"tensor_parallel {heads + 1}" in err
+    monkeypatch.setattr(check, "is_nixl_installed", lambda: False)
+    code, _, err = run("serve", *model, "--transport", "rdma", "--check")
+    assert code == 2
+    assert "needs NIXL" in err
 
 
 @pytest.mark.parametrize("program", ["serve", "gateway", "controller", "prefill", "decode"])

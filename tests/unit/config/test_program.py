@@ -55,6 +55,29 @@ def test_an_unusable_log_dir_ends_a_program_with_code_2_and_no_traceback(
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [("return 3", 3), ("sys.exit(2)", 2), ("sys.exit()", 0), ("raise KeyError('what')", 1)],
+)
+def test_a_process_ends_with_the_code_of_its_program_whatever_its_threads_do(
+    body: str, code: int
+) -> None:
+    program = f"""
+import sys, threading
+from common.config.program import run_and_end
+threading.Thread(target=threading.Event().wait).start()
+def main():
+    print("said")
+    {body}
+run_and_end(main)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], check=False, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout) == (code, "said\n")
+    assert ("KeyError: 'what'" in done.stderr) == (code == 1)
+
+
 PARENT = """
 import os, subprocess, sys
 child = subprocess.Popen([sys.executable, "-c", sys.argv[1], str(os.getpid())], stdout=sys.stdout)
