@@ -7,7 +7,7 @@ import pytest
 
 from common.errors import ConfigError, TransferError
 from common.kv.pool import KVPool
-from common.transfer import rdma_nixl
+from common.transfer import nixl_packages, rdma_nixl
 from common.transfer.rdma_agent import MemoryKind, SourcePool
 from common.transfer.rdma_memory import SCRATCH_BYTES, RdmaMemory
 from common.transfer.rdma_nixl import NixlAgent
@@ -246,7 +246,8 @@ def pool() -> KVPool:
 
 @pytest.fixture
 def without_nixl(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rdma_nixl, "PACKAGES", ("no_such_nixl",))
+    for module in (nixl_packages, rdma_nixl):
+        monkeypatch.setattr(module, "PACKAGES", ("no_such_nixl",))
 
 
 @pytest.mark.usefixtures("without_nixl")
@@ -257,7 +258,7 @@ def test_without_nixl_rdma_is_not_offered_and_forcing_it_says_how_to_install_it(
     offered = open_transports(pool, 5.0, "auto", "127.0.0.1")
     assert offered.names == ("shm", "tcp")
     offered.close()
-    with pytest.raises(ConfigError, match=r"needs NIXL; install it with `pip install 'flowpath\["):
+    with pytest.raises(ConfigError, match=r"needs NIXL; install it with `.venv/bin/pip install"):
         open_transports(pool, 5.0, "rdma", "")
     pool.close()
 
