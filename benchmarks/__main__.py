@@ -1,4 +1,4 @@
-"""Runs every benchmark, those named, or one with its options.
+"""Runs every benchmark for a CPU, those named, or one with its options.
 
 ``python -m benchmarks [NAME ...]`` or ``python -m benchmarks NAME --option ...``
 """
@@ -26,19 +26,28 @@ BENCHMARKS = (
 )
 """Modules of this folder; each has ``main(argv) -> int``, which is 0 when its targets are met."""
 
+ALONE = (
+    *("store", "store_codec", "kept_blocks"),
+    *("cuda_engine", "cuda_serving", "cuda_store", "cuda_stored_prefix", "cuda_layerwise"),
+    *("cuda_fragments", "nccl_pair", "rdma_pair"),
+)
+"""Those that run only when they are named: some want a disk, most a GPU or two."""
+
 
 def main(argv: list[str]) -> int:
-    if {"-h", "--help"} & set(argv):
-        print(f"{__doc__}\n\nNames: {', '.join(BENCHMARKS)}\nOptions of one: NAME --help")
-        return 0
-    if len(argv) > 1 and argv[0] in BENCHMARKS and argv[1].startswith("-"):
+    known = (*BENCHMARKS, *ALONE)
+    if len(argv) > 1 and argv[0] in known and argv[1].startswith("-"):
         alone: Callable[[list[str]], int] = importlib.import_module(f"benchmarks.{argv[0]}").main
         return alone(argv[1:])
-    unknown = set(argv) - set(BENCHMARKS)
+    if {"-h", "--help"} & set(argv):
+        print(f"{__doc__}\n\nWithout names: {', '.join(BENCHMARKS)}")
+        print(f"Others: {', '.join(ALONE)}\nOptions of one: NAME --help")
+        return 0
+    unknown = set(argv) - set(known)
     if unknown:
-        print(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(BENCHMARKS)}")
+        print(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(known)}")
         return 2
-    names = [name for name in BENCHMARKS if not argv or name in argv]
+    names = [name for name in known if (name in argv if argv else name in BENCHMARKS)]
     missed: list[str] = []
     for number, name in enumerate(names, start=1):
         print(f"[{number}/{len(names)}] {name}", flush=True)

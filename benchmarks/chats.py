@@ -10,6 +10,7 @@ the blocks that the decode side did not have.
 import argparse
 import asyncio
 import random
+import sys
 from contextlib import ExitStack
 from statistics import median
 
@@ -142,3 +143,7 @@ def main(argv: list[str]) -> int:
         rows.append({"policy": f"round_robin / {policy}", "TTFT p50": gain})
     print(f"kept in benchmarks/results/{write_results('chats', argv, rows).name}")
     return 0 if is_met else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -4,6 +4,7 @@ Both sides know nothing of each other: each allocates as it can, and the aligned
 have in common are the copies (FlowKV 1.4).
 """
 
+import argparse
 import sys
 from dataclasses import dataclass
 from statistics import median
@@ -66,6 +67,7 @@ def is_met(workload: Workload, found: Copies) -> bool:
 
 
 def main(argv: list[str]) -> int:
+    argparse.ArgumentParser(description=__doc__).parse_args(argv)
     rows: list[dict[str, Cell]] = []
     has_met_all = True
     for workload in Workload:

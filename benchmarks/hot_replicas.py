@@ -10,6 +10,7 @@ are compared, within this one run.
 import argparse
 import asyncio
 import random
+import sys
 from contextlib import ExitStack
 from statistics import median
 
@@ -103,3 +104,7 @@ def main(argv: list[str]) -> int:
     rows.append({"what": "TTFT p50, 2 / 0", "ratio": ratio, "is_met": is_met})
     print(f"kept in benchmarks/results/{write_results('hot_replicas', argv, rows).name}")
     return 0 if is_met else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -11,6 +11,7 @@ of the turns are compared, within this one run:
 """
 
 import argparse
+import sys
 from contextlib import ExitStack
 from statistics import median
 
@@ -140,3 +141,7 @@ def _ratio(first: dict[str, Cell], second: dict[str, Cell], column: str) -> floa
     assert isinstance(a, float), column
     assert isinstance(b, float), column
     return a / b
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -280,3 +280,7 @@ def main(argv: list[str]) -> int:
     kept = write_results("storage_paths", argv, [*rows, *comparisons])
     print(f"kept in benchmarks/results/{kept.name}")
     return 0 if is_sound and all(row["is_met"] for row in comparisons) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

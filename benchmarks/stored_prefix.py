@@ -11,6 +11,7 @@ within this one run.
 import argparse
 import asyncio
 import random
+import sys
 import tempfile
 from dataclasses import dataclass
 from statistics import median
@@ -126,3 +127,7 @@ def main(argv: list[str]) -> int:
     rows.append({"prompts": "loaded / computed", "ratio": ratio, "ledgers right": is_right})
     print(f"kept in benchmarks/results/{write_results('stored_prefix', argv, rows).name}")
     return 0 if is_right and ratio <= MAX_RATIO else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

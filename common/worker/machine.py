@@ -111,6 +111,7 @@ def build_machine(settings: Settings, worker_id: str, role: Role) -> Machine:
         kv_cache_dtype=machine.layout.element_dtype,
         num_blocks=machine.pool.num_blocks,
         num_host_blocks=machine.host_blocks.num_slots,
+        num_ring_blocks=getattr(machine.engine, "num_places", 0),
         block_bytes=machine.layout.block_bytes,
         threads=settings.num_threads,
         seconds=round(monotonic() - started, 3),

@@ -176,6 +176,7 @@ def _row(span: Span) -> PhaseRow:
 
 
 _NOTHING = ((), "", "request_id", "")
+_DECODING = ("decode_wait", "decode")
 _STEPS: Mapping[str, tuple[tuple[str, ...], str, str, str]] = {
     "request_received": ((), "place", "request_id", ""),
     "request_queued": (("place",), "queue", "request_id", ""),
@@ -184,7 +185,8 @@ _STEPS: Mapping[str, tuple[tuple[str, ...], str, str, str]] = {
     "prefill_finished": (("prefill", "resume"), "decode_wait", "request_id", ""),
     "handoff_begun": ((), "transfer", "transfer_id", ""),
     "handoff_ended": (("transfer",), "", "transfer_id", ""),
-    "handoff_accepted": (("decode_wait", "decode", "migration"), "decode", "request_id", ""),
+    # A prefill that no line ended went on as the decode that is handed over now.
+    "handoff_accepted": (("prefill", *_DECODING, "migration"), "decode", "request_id", ""),
     "migration_started": ((), "migration", "request_id", "source"),
     "migration_failed": (("migration",), "", "request_id", ""),
     "request_resumed": ((), "resume", "resumed_request_id", ""),
