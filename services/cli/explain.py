@@ -62,6 +62,7 @@ def explanation_parts(found: Explanation) -> Iterator[Table | str]:
     yield f"{head}  [dim]{found.began}[/]"
     yield ""
     yield _phases(found.phases)
+    yield "[dim]as the programs measured; below, from line to line of the logs, waits included[/]"
     yield ""
     yield _timeline(found)
     yield ""

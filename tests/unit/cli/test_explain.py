@@ -133,6 +133,20 @@ def test_a_migration_moves_the_decode() -> None:
     ]
 
 
+def test_a_decode_that_moves_from_where_it_was_prefilled_is_cut_off_it() -> None:
+    decode = {**TRANSFER, "name": "decode", "seconds": 3.0, "num_bytes": 0}
+    found = explained(
+        *PLACED[:5],
+        line(8, "controller", "migration_started", request_id="r", source="p0", target="d1"),
+        line(8.5, "d1", "handoff_accepted", request_id="r", transfer_id="u", is_migration=True),
+        line(9, "d1", "request_ended", request_id="r"),
+        line(9, "gateway-0", "request_finished", request_id="r", phases=[decode]),
+    )
+    assert ("prefill", "p0", 3.0, 4.5) in spans(found)
+    assert ("decode", "p0", 4.5, 7.5) in spans(found)
+    assert ("decode", "d1", 7.5, 8.0) in spans(found)
+
+
 def test_a_placement_is_told_with_the_scenario_and_the_roles_of_its_time() -> None:
     found = explained(
         line(0, "controller", "scenario_changed", scenario="imbalanced"),
