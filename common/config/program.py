@@ -7,6 +7,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -63,8 +64,9 @@ def run_and_end(main: Callable[[], int]) -> NoReturn:
     except BaseException:  # noqa: BLE001 - nobody is left to handle it
         traceback.print_exc()
         code = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(AttributeError, OSError, ValueError):  # closed, or nobody reads it
+            stream.flush()
     os._exit(code)
 
 

@@ -71,6 +71,8 @@ class Settings(
                 f"death_seconds {self.death_seconds} is under three heartbeat_seconds "
                 f"({self.heartbeat_seconds}): one late heartbeat would end a worker"
             )
+        if self.combined and self.layer_ring:
+            raise ValueError("layer_ring is for prefill workers and cannot be used with combined")
         if self.tensor_parallel > 1 and self.layer_ring:
             raise ValueError(
                 "layer_ring is for workers of one rank and cannot be used with tensor_parallel"

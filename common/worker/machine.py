@@ -160,7 +160,7 @@ def _num_places(settings: Settings, config: ModelConfig, layout: KVLayout) -> in
     """Return how many blocks the ring of two layers holds; ConfigError where that is too few."""
     num_places = settings.layer_ring // ring_layout(layout).block_bytes
     num_tokens = num_places * layout.block_size
-    longest = settings.max_model_len or config.max_model_len
+    longest = min(settings.max_model_len or config.max_model_len, config.max_model_len)
     if num_tokens < longest:
         needed = layout.num_blocks_for(longest) * ring_layout(layout).block_bytes
         raise ConfigError(

@@ -19,18 +19,19 @@ from common.transport.security import ALLOWED_NAME
 from services.cli.terminal import out
 
 
-def print_settings(loaded: LoadedSettings, *, has_gateway: bool) -> None:
+def print_settings(loaded: LoadedSettings, *, has_gateway: bool, has_workers: bool) -> None:
     """Open the files that the settings name and print a line per setting.
 
-    ``has_gateway`` says that the program to check reads the file of API keys. Raises ConfigError
+    ``has_gateway`` says that the program to check reads the file of API keys, ``has_workers`` that
+    it computes and moves KV. Raises ConfigError
     for a model folder, ranks, a transport, a key folder or a file of API keys that would end the
     program.
     """
     settings = loaded.settings
     config = _model_config(settings)
-    if config is not None:
+    if has_workers and config is not None:
         Shard(0, settings.tensor_parallel).config(config)
-    if settings.transport == "rdma" and not is_nixl_installed():
+    if has_workers and settings.transport == "rdma" and not is_nixl_installed():
         raise ConfigError(f"transport rdma needs NIXL; {HOW_TO_INSTALL}")
     if has_gateway and settings.api_key_file is not None:
         load_api_keys(settings.api_key_file)

@@ -63,7 +63,7 @@ def _serve(load: Load, check: bool) -> None:
     """Start and supervise every process on this host until Ctrl-C."""
     loaded = load()
     if check:
-        print_settings(loaded, has_gateway=True)
+        print_settings(loaded, has_gateway=True, has_workers=True)
         return
     settings = loaded.settings
     if is_any := settings.port == 0:
@@ -87,7 +87,11 @@ def _one_program(program: str, process_id: str, summary: str) -> None:
     def command(load: Load, check: bool) -> None:
         loaded = load()
         if check:
-            print_settings(loaded, has_gateway=program == "gateway")
+            print_settings(
+                loaded,
+                has_gateway=program == "gateway",
+                has_workers=program in ("prefill", "decode"),
+            )
             return
         from services.cli.program import become  # noqa: PLC0415 - keeps os.exec out of tests
 

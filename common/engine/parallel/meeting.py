@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import gettempdir
 
 import torch
 
@@ -39,7 +40,13 @@ class Meeting:
     def __init__(self, settings: EngineSettings) -> None:
         """Start the other ranks' processes."""
         self._settings = settings
-        self._place = Rendezvous()
+        try:
+            self._place = Rendezvous()
+        except OSError as error:
+            raise ConfigError(
+                f"ranks cannot meet: no folder can be made in {gettempdir()}: {error}; TMPDIR names"
+                " another place"
+            ) from error
         self._rendezvous = self._place.file
         root = Shard(0, settings.num_ranks)
         self.communicator = make_communicator(settings, root, self._rendezvous)

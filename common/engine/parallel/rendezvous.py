@@ -21,9 +21,14 @@ class Rendezvous:
     def __init__(self) -> None:
         """Make it; OSError where that fails."""
         remove_abandoned()
-        self._folder = TemporaryDirectory(prefix=PREFIX)
-        self._lock = os.open(Path(self._folder.name, _LOCK), os.O_CREAT | os.O_RDWR, 0o600)
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        while True:
+            self._folder = TemporaryDirectory(prefix=PREFIX)
+            self._lock = os.open(Path(self._folder.name, _LOCK), os.O_CREAT | os.O_RDWR, 0o600)
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+            if os.fstat(self._lock).st_nlink:
+                break
+            # Somebody had the lock first, took the folder for abandoned and has removed it.
+            self.close()
 
     @property
     def file(self) -> str:
@@ -43,19 +48,23 @@ def remove_abandoned() -> list[str]:
     removed = []
     for folder in sorted(Path(tempfile.gettempdir()).glob(f"{PREFIX}*")):
         with suppress(OSError):  # somebody else's, or another process removes it
-            if folder.lstat().st_uid == os.getuid() and _is_abandoned(folder):
-                shutil.rmtree(folder)
+            if folder.lstat().st_uid == os.getuid() and _remove_abandoned(folder):
                 removed.append(folder.name)
     return removed
 
 
-def _is_abandoned(folder: Path) -> bool:
+def _remove_abandoned(folder: Path) -> bool:
+    """Remove the folder, its lock held, unless its owner lives; tell whether it is gone."""
     try:
         lock = os.open(folder / _LOCK, os.O_RDWR | os.O_NOFOLLOW)
     except FileNotFoundError:
-        return time() - folder.lstat().st_mtime > _YOUNG_SECONDS
+        is_old = time() - folder.lstat().st_mtime > _YOUNG_SECONDS
+        if is_old:
+            shutil.rmtree(folder)
+        return is_old
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder)
     except BlockingIOError:
         return False
     finally:

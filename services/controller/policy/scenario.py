@@ -13,8 +13,9 @@ cluster. Their means make a ``Reading``: what the cluster looks like at this mom
 
 A reading becomes the scenario when it held for ``HOLD_ROUNDS`` rounds on end, and the present
 scenario for ``DWELL_ROUNDS``. The thresholds of the present scenario are wider by a quarter, so
-that a score which hovers about a threshold changes nothing. A burst does not hover: where a half
-has ``STEEP_ABOVE`` or more, an imbalance or an overload begins at once. It ends as any other.
+that a score which hovers about a threshold changes nothing. A burst of prompts does not hover:
+where prefill has ``STEEP_ABOVE`` or more, which is seconds of work, an imbalance or an overload
+begins at once. It ends as any other. Decode's score is no such sign: one late step makes it high.
 """
 
 from collections.abc import Sequence
@@ -147,7 +148,7 @@ class ScenarioMachine:
 
     @property
     def _is_steep(self) -> bool:
-        return self._pressure is not None and self._pressure.highest >= STEEP_ABOVE
+        return self._pressure is not None and self._pressure.prefill >= STEEP_ABOVE
 
 
 def read(pressure: Pressure | None, present: Scenario) -> Reading:

@@ -116,6 +116,8 @@ def test_check_refuses_what_no_worker_could_do(
     code, _, err = run("serve", *model, "--transport", "rdma", "--check")
     assert code == 2
     assert "needs NIXL" in err
+    code, _, _ = run("gateway", *model, "--transport", "rdma", "--check")
+    assert code == 0, "a gateway moves no KV"
 
 
 @pytest.mark.parametrize("program", ["serve", "gateway", "controller", "prefill", "decode"])

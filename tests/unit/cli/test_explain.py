@@ -235,7 +235,7 @@ def test_everything_is_printed(tmp_path: Path) -> None:
     (tmp_path / "gateway-0.jsonl").write_text("\n".join((*PLACED, FINISHED)))
     parts = list(explanation_parts(explain(tmp_path, "cmpl-r")))
     assert "finished: stop" in str(parts[0])
-    assert len(parts) == 7
+    assert len(parts) == 8
 
 
 def test_an_unknown_request_is_told_with_what_was_searched(tmp_path: Path) -> None:

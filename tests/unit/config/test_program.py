@@ -78,6 +78,14 @@ run_and_end(main)
     assert ("KeyError: 'what'" in done.stderr) == (code == 1)
 
 
+def test_a_closed_output_does_not_change_the_code() -> None:
+    program = "from common.config.program import run_and_end; run_and_end(lambda: 0)"
+    done = subprocess.run(
+        ["sh", "-c", 'exec "$0" -c "$1" >&-', sys.executable, program], check=False, timeout=60
+    )
+    assert done.returncode == 0
+
+
 PARENT = """
 import os, subprocess, sys
 child = subprocess.Popen([sys.executable, "-c", sys.argv[1], str(os.getpid())], stdout=sys.stdout)

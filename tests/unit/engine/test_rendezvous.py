@@ -1,4 +1,6 @@
+import fcntl
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -47,6 +49,25 @@ def test_it_goes_with_its_owner_or_after_it(folder: Path) -> None:
         assert list(folder.iterdir()) == [kept]
         alive.communicate("")
     assert not list(folder.iterdir()), "one that ends in order removes its own"
+
+
+def test_one_that_is_removed_before_it_is_locked_is_made_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lock = fcntl.flock
+    first: list[Path] = []
+
+    def remove_first(descriptor: int, how: int) -> None:
+        if not first:
+            first.append(Path(f"/proc/self/fd/{descriptor}").readlink().parent)
+            shutil.rmtree(first[0])
+        lock(descriptor, how)
+
+    monkeypatch.setattr(fcntl, "flock", remove_first)
+    own = Rendezvous()
+    assert Path(own.file).parent != first[0]
+    assert Path(own.file).parent.exists()
+    own.close()
 
 
 def test_a_new_one_removes_those_of_the_dead_and_leaves_all_else(folder: Path) -> None:

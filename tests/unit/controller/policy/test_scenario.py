@@ -75,6 +75,11 @@ def test_a_burst_counts_at_once_and_ends_as_all_else(other: float, expected: Sce
     assert later == [expected] * (DWELL_ROUNDS - 1) + [LOW]
 
 
+def test_one_late_step_of_decodes_is_no_burst() -> None:
+    machine = ScenarioMachine()
+    assert rounds(machine, 0.1, 5.0, HOLD_ROUNDS) == [NORMAL, NORMAL, IMBALANCED]
+
+
 def test_one_burst_does_not_end_another() -> None:
     machine = ScenarioMachine()
     assert rounds(machine, 2.0, 0.1, 1) == [IMBALANCED]
@@ -128,7 +133,7 @@ def test_scenarios_change_at_most_once_in_eight_rounds_and_after_three_equal_rea
     """But for bursts, before which the scenario may have been another one for a moment."""
     machine = ScenarioMachine()
     seen = [machine.observe([p], [d]) for p, d in scores]
-    steep = [n for n in range(len(seen)) if max(scores[n]) >= STEEP_ABOVE and seen[n] in URGENT]
+    steep = [n for n in range(len(seen)) if scores[n][0] >= STEEP_ABOVE and seen[n] in URGENT]
     changes = [n for n in range(1, len(seen)) if seen[n] is not seen[n - 1]]
     for earlier, later in pairwise(changes):
         assert later - earlier >= DWELL_ROUNDS or later in steep
