@@ -23,9 +23,8 @@ def print_settings(loaded: LoadedSettings, *, has_gateway: bool, has_workers: bo
     """Open the files that the settings name and print a line per setting.
 
     ``has_gateway`` says that the program to check reads the file of API keys, ``has_workers`` that
-    it computes and moves KV. Raises ConfigError
-    for a model folder, ranks, a transport, a key folder or a file of API keys that would end the
-    program.
+    it computes and moves KV. Raises ConfigError for a model folder, ranks, a transport, a key
+    folder or a file of API keys that would end the program.
     """
     settings = loaded.settings
     config = _model_config(settings)

@@ -22,7 +22,7 @@ from math import log2
 
 from common.messages.fields import Mode, Role
 from services.controller.policy.estimates import Objectives, decode_score, prefill_score
-from services.controller.policy.scenario import IMBALANCE_OVER, Pressure, Scenario
+from services.controller.policy.scenario import IMBALANCE_OVER, UNBALANCED, Pressure, Scenario
 from services.controller.policy.views import Incarnation, WorkerView
 
 HELP_ROUNDS = 8
@@ -35,7 +35,6 @@ PERSIST_SECONDS = 10.0
 COOL_DOWN_SECONDS = 30.0
 
 _OTHER = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}
-_UNBALANCED = (Scenario.IMBALANCED, Scenario.EXTREME)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +93,7 @@ class RolePlanner:
         now: float,
     ) -> list[Help | Unhelp | Switch]:
         """Return what to change this round; what helps or switches is ready and not draining."""
-        short = pressure.role if pressure and scenario in _UNBALANCED else None
+        short = pressure.role if pressure and scenario in UNBALANCED else None
         if short is None or pressure is None:
             self._short = None
         elif self._short is None or self._short[0] is not short:

@@ -66,7 +66,7 @@ _MEANT = {
 }
 
 
-URGENT = (Scenario.IMBALANCED, Scenario.EXTREME)
+UNBALANCED = (Scenario.IMBALANCED, Scenario.EXTREME)
 """Those in which something is to be done."""
 
 
@@ -140,7 +140,7 @@ class ScenarioMachine:
         self._reading = reading
         verdict = SCENARIO_TABLE[self._scenario, reading.value]
         is_due = self._num_held >= HOLD_ROUNDS and self._num_dwelt > DWELL_ROUNDS
-        is_due |= self._scenario not in URGENT and self._is_steep
+        is_due |= self._scenario not in UNBALANCED and self._is_steep
         if isinstance(verdict, Legal) and is_due:
             self._scenario = Scenario(verdict.to[0])
             self._num_dwelt = 1

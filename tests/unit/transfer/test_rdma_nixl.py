@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from common.errors import ConfigError, TransferError
+from common.kv.layout import KVLayout
 from common.kv.pool import KVPool
 from common.transfer import nixl_packages, rdma_nixl
 from common.transfer.rdma_agent import MemoryKind, SourcePool
@@ -248,6 +249,16 @@ def pool() -> KVPool:
 def without_nixl(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (nixl_packages, rdma_nixl):
         monkeypatch.setattr(module, "PACKAGES", ("no_such_nixl",))
+
+
+@pytest.mark.usefixtures("without_nixl")
+def test_pools_of_a_host_in_memory_of_two_kinds_meet_over_tcp_alone(pool: KVPool) -> None:
+    layout = KVLayout(num_layers=1, block_size=8, num_kv_heads=2, head_dim=64, dtype="float32")
+    for is_mixed, names in ((False, ("ranks", "shm")), (True, ("shm", "tcp"))):
+        offered = open_transports(pool, 5.0, "auto", "", layout=layout, is_mixed=is_mixed)
+        assert sorted(offered.names) == sorted(names)
+        offered.close()
+    pool.close()
 
 
 @pytest.mark.usefixtures("without_nixl")

@@ -10,7 +10,7 @@ from services.controller.policy.scenario import (
     HOLD_ROUNDS,
     SCENARIO_TABLE,
     STEEP_ABOVE,
-    URGENT,
+    UNBALANCED,
     Reading,
     Scenario,
     ScenarioMachine,
@@ -133,7 +133,7 @@ def test_scenarios_change_at_most_once_in_eight_rounds_and_after_three_equal_rea
     """But for bursts, before which the scenario may have been another one for a moment."""
     machine = ScenarioMachine()
     seen = [machine.observe([p], [d]) for p, d in scores]
-    steep = [n for n in range(len(seen)) if scores[n][0] >= STEEP_ABOVE and seen[n] in URGENT]
+    steep = [n for n in range(len(seen)) if scores[n][0] >= STEEP_ABOVE and seen[n] in UNBALANCED]
     changes = [n for n in range(1, len(seen)) if seen[n] is not seen[n - 1]]
     for earlier, later in pairwise(changes):
         assert later - earlier >= DWELL_ROUNDS or later in steep
