@@ -253,7 +253,7 @@ def without_nixl(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("without_nixl")
 def test_pools_of_a_host_in_memory_of_two_kinds_meet_over_tcp_alone(pool: KVPool) -> None:
-    layout = KVLayout(num_layers=1, block_size=8, num_kv_heads=2, head_dim=64, dtype="float32")
+    layout = KVLayout(num_layers=1, block_size=8, num_kv_heads=2, head_dim=64, dtype="bfloat16")
     for is_mixed, names in ((False, ("ranks", "shm")), (True, ("shm", "tcp"))):
         offered = open_transports(pool, 5.0, "auto", "", layout=layout, is_mixed=is_mixed)
         assert sorted(offered.names) == sorted(names)
