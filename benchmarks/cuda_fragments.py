@@ -3,10 +3,12 @@
 ``cuda_ipc`` writes 1.34 GB (10 240 tokens of Llama-3.1-8B) from a pool to another process's, by
 turns with one plain copy of as many bytes over the same mapping: as one run, as 640 blocks of 2 MiB
 in random order, and as 40 960 blocks of 32 KiB in random order, which is what a layer-major cache
-would have. End to end with checksums, medians; every way's bytes are compared once.
+would have. End to end with checksums, medians; every way's bytes are compared once. ``--own`` hides
+each process's GPU from the other.
 """
 
 import argparse
+import os
 import random
 import sys
 import time
@@ -24,14 +26,22 @@ from common.transfer.cuda_ipc import CudaIpcBackend
 
 NUM_BYTES = 640 * 2 * 1024 * 1024
 CASES = (("one run", 2 * 1024 * 1024), ("random", 2 * 1024 * 1024), ("random", 32 * 1024))
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 TARGETS_MS = (3.6, 4.5, 3.9)
 """The last is for the kernel alone."""
 
 
 def measure(
-    devices: tuple[int, int], order: str, block_bytes: int, num_turns: int
+    devices: tuple[int, int],
+    environment: dict[str, str] | None,
+    case: tuple[str, int],
+    num_turns: int,
 ) -> dict[str, Cell]:
-    """Measure one case; TransferError where bytes differ."""
+    """Measure one case; TransferError where bytes differ.
+
+    ``environment`` is the other process's, where that is not this one's.
+    """
+    order, block_bytes = case
     count = NUM_BYTES // block_bytes
     num_blocks = 2 * count
     pool = DevicePool(num_blocks, block_bytes, devices[0])
@@ -43,7 +53,7 @@ def measure(
         sources, targets = (random.Random(seed).sample(range(num_blocks), count) for seed in (1, 2))
     else:
         sources, targets = [*range(count)], [*range(count, 2 * count)]
-    with bench_cuda_peer(devices[1], num_blocks, block_bytes) as handle:
+    with bench_cuda_peer(devices[1], num_blocks, block_bytes, environment=environment) as handle:
         link = CudaIpcBackend(pool).open_peer(handle)
         mapped = pool.driver.open_memory(devices[0], handle.ipc_handle)
         queue = pool.driver.queue(devices[0])
@@ -92,9 +102,14 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.cuda_fragments")
     parser.add_argument("--devices", default="0,1")
     parser.add_argument("--turns", type=int, default=15)
+    parser.add_argument("--own", action="store_true", help="each process sees its own GPU alone")
     arguments = parser.parse_args(argv)
-    source, target = (int(part) for part in arguments.devices.split(","))
-    rows = [measure((source, target), *case, arguments.turns) for case in CASES]
+    source, target = arguments.devices.split(",")
+    devices, environment = (int(source), int(target)), None
+    if arguments.own:
+        devices, environment = (0, 0), os.environ | {VISIBLE: target}
+        os.environ[VISIBLE] = source  # nothing has asked CUDA for anything yet
+    rows = [measure(devices, environment, case, arguments.turns) for case in CASES]
     for row, bound in zip(rows, TARGETS_MS, strict=True):
         row["target ms"] = bound
     print_table(rows)

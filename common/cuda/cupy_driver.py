@@ -21,6 +21,8 @@ ALLOCATION_BYTES = 2 * 1024 * 1024
 PROBE_BYTES = 64 * 1024 * 1024
 REGISTERED_FOR_ALL_DEVICES = 1
 """CUDA's flag ``cudaHostRegisterPortable``, which CuPy does not name."""
+MAPPED_WITH_PEER_ACCESS = 1
+"""CUDA's flag ``cudaIpcMemLazyEnablePeerAccess``, likewise."""
 PEER_ACCESS_ALREADY_ENABLED = 704
 """CUDA's number of the error, which CuPy does not name."""
 
@@ -118,9 +120,9 @@ class CupyDriver:
                 if error.status != PEER_ACCESS_ALREADY_ENABLED:
                     raise
 
-    def peer_gigabytes_per_second(self, device: int, peer: int) -> float:
-        """Return what the link between two devices should give, one way."""
-        joined = nvlink_gigabytes_per_second(self.device_uuid(device), self.device_uuid(peer))
+    def peer_gigabytes_per_second(self, device: int, peer_uuid: str) -> float:
+        """Return what the link to another device, seen or not, should give, one way."""
+        joined = nvlink_gigabytes_per_second(self.device_uuid(device), peer_uuid)
         return self._host_gigabytes_per_second(device) if joined is None else joined
 
     def tensor(self, device: int, address: int, num_bytes: int) -> "torch.Tensor":
@@ -145,7 +147,7 @@ class CupyDriver:
     def _map(self, device: int, handle: bytes) -> int:
         with self._called(f"opening another process's memory on GPU {device}"):
             self._runtime.setDevice(device)
-            return int(self._runtime.ipcOpenMemHandle(handle))
+            return int(self._runtime.ipcOpenMemHandle(handle, MAPPED_WITH_PEER_ACCESS))
 
     def _unmap(self, device: int, address: int) -> None:
         with self._called(f"closing another process's memory on GPU {device}"):

@@ -149,6 +149,9 @@ class CudaDriver(Protocol):
     def open_memory(self, device: int, handle: bytes) -> int:
         """Map another process's allocation for work on ``device``; return its address here.
 
+        It may be on a device that this process does not see: whether ``device`` reaches that is
+        CUDA's to say then, and peer access comes with the mapping.
+
         The same handle may be opened again, and goes with its last ``close_memory``. The memory
         outlives its owner.
         """
@@ -177,8 +180,8 @@ class CudaDriver(Protocol):
         """
         ...
 
-    def peer_gigabytes_per_second(self, device: int, peer: int) -> float:
-        """Return what the link between two devices should give, one way.
+    def peer_gigabytes_per_second(self, device: int, peer_uuid: str) -> float:
+        """Return what the link to another device, seen or not, should give, one way.
 
         The sum of the NVLinks where those join them, else the rate of copies to pinned host memory.
         """

@@ -87,7 +87,7 @@ def backend_of(way: str, pool: DevicePool, layout: KVLayout) -> CudaIpcBackend:
     if way == CUDA_IPC:
         return CudaIpcBackend(pool)
 
-    def make(pool: DevicePool, _: int) -> BlockMover:
+    def make(pool: DevicePool, _: str) -> BlockMover:
         if way == COPIES:
             return DirectMover(pool.driver, pool.device_index, max_copies=pool.num_blocks)
         return DirectMover(pool.driver, pool.device_index, num_ctas=int(way.removeprefix(LAUNCH)))

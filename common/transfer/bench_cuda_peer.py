@@ -7,7 +7,7 @@ to open the pool, and ends with its input.
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from pydantic import TypeAdapter
@@ -21,11 +21,17 @@ _HANDLE: TypeAdapter[CudaPoolHandle] = TypeAdapter(CudaPoolHandle)
 
 
 @contextmanager
-def bench_cuda_peer(device: int, num_blocks: int, block_bytes: int) -> Iterator[CudaPoolHandle]:
-    """Run the other process as long as the block; TransferError when it does not start."""
+def bench_cuda_peer(
+    device: int, num_blocks: int, block_bytes: int, *, environment: Mapping[str, str] | None = None
+) -> Iterator[CudaPoolHandle]:
+    """Run the other process as long as the block; TransferError when it does not start.
+
+    ``environment`` replaces this process's, for instance to show it other GPUs.
+    """
     arguments = [str(number) for number in (device, num_blocks, block_bytes)]
     with subprocess.Popen(  # noqa: S603 - this interpreter, with numbers
         [sys.executable, "-m", MODULE, *arguments],
+        env=environment,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

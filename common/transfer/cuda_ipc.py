@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from common.cuda.driver import CudaError
 from common.errors import TransferError
 from common.ids import TransferId
 from common.kv.device_pool import DevicePool
@@ -30,12 +31,12 @@ CUDA_IPC = "cuda_ipc"
 LAYERWISE = "layerwise"
 GATHER_BUFFER = "gather_buffer"
 
-MoverFactory = Callable[[DevicePool, int], BlockMover]
-"""Makes the mover for writes from a pool into one on the given GPU."""
+MoverFactory = Callable[[DevicePool, str], BlockMover]
+"""Makes the mover for writes from a pool into one on the GPU of the given UUID."""
 
 
 class CudaIpcBackend:
-    """Peers on this host whose pool is in the memory of a GPU that this process sees."""
+    """Peers on this host whose pool is in the memory of a GPU that ours reaches."""
 
     is_networked = False
 
@@ -51,26 +52,28 @@ class CudaIpcBackend:
         if not isinstance(handle, CudaPoolHandle):
             raise TransferError(f"{self.name}: the peer's pool is not offered by CUDA IPC")
         self._refuse_unfit(handle)
-        device = self._find_device(handle.device_uuid)
         own, driver = self._pool.device_index, self._pool.driver
-        if device != own:
-            if not driver.can_access_peer(own, device):
-                raise TransferError(
-                    f"{self.name}: GPU {own} cannot reach the memory of GPU {device} directly"
-                    " (see `nvidia-smi topo -p2p r`); choose another transport"
-                )
-            driver.enable_peer_access(own, device)
-        address = driver.open_memory(own, handle.ipc_handle) + handle.offset
+        is_seen = self._reach(handle.device_uuid)
+        try:
+            address = driver.open_memory(own, handle.ipc_handle) + handle.offset
+        except CudaError as error:
+            if is_seen:
+                raise
+            raise TransferError(
+                f"{self.name}: GPU {own} cannot map the peer's pool on {handle.device_uuid}, which"
+                f" this process does not see: {error}; let CUDA_VISIBLE_DEVICES of each worker name"
+                " the GPUs of both, its own one first, or choose another transport"
+            ) from error
         close = partial(driver.close_memory, own, handle.ipc_handle)
         try:
-            mover = self._make_mover(self._pool, device)
+            mover = self._make_mover(self._pool, handle.device_uuid)
         except BaseException:
             close()
             raise
         return CudaLink(
             self.name,
             self._pool,
-            MappedPool(address, handle.num_blocks, device, close),
+            MappedPool(address, handle.num_blocks, handle.device_uuid, close),
             mover,
         )
 
@@ -90,15 +93,22 @@ class CudaIpcBackend:
                 f"{self.name}: process {handle.pid} is this one, which needs no mapping"
             )
 
-    def _find_device(self, uuid: str) -> int:
-        driver = self._pool.driver
+    def _reach(self, uuid: str) -> bool:
+        """Make a GPU's memory reachable, unless this process does not see it; tell if it does."""
+        own, driver = self._pool.device_index, self._pool.driver
         for device in range(driver.num_devices()):
-            if driver.device_uuid(device) == uuid:
-                return device
-        raise TransferError(
-            f"{self.name}: the peer's pool is on {uuid}, which this process does not see; let"
-            " CUDA_VISIBLE_DEVICES of each worker name the GPUs of both, its own one first"
-        )
+            if driver.device_uuid(device) != uuid:
+                continue
+            if device == own:
+                return True
+            if not driver.can_access_peer(own, device):
+                raise TransferError(
+                    f"{self.name}: GPU {own} cannot reach the memory of GPU {device} directly"
+                    " (see `nvidia-smi topo -p2p r`); choose another transport"
+                )
+            driver.enable_peer_access(own, device)
+            return True
+        return False
 
 
 class CudaIpcExport:
@@ -132,14 +142,15 @@ class CudaIpcExport:
 
 def own_link(name: str, pool: DevicePool) -> CudaLink:
     """Return a link from a pool to itself."""
-    mapped = MappedPool(pool.address, pool.num_blocks, pool.device_index, close=_nothing)
-    return CudaLink(name, pool, mapped, direct_mover(pool, pool.device_index))
+    uuid = pool.driver.device_uuid(pool.device_index)
+    mapped = MappedPool(pool.address, pool.num_blocks, uuid, close=_nothing)
+    return CudaLink(name, pool, mapped, direct_mover(pool, uuid))
 
 
-def direct_mover(pool: DevicePool, device: int) -> BlockMover:
+def direct_mover(pool: DevicePool, uuid: str) -> BlockMover:
     """Return FlowPath's way to move blocks."""
     own, driver = pool.device_index, pool.driver
-    if device == own:
+    if uuid == driver.device_uuid(own):
         return DirectMover(driver, own)
     return DirectMover(driver, own, max_copies=MAX_PEER_COPIES, num_ctas=PEER_CTAS)
 
@@ -147,7 +158,7 @@ def direct_mover(pool: DevicePool, device: int) -> BlockMover:
 def layerwise_backend(pool: DevicePool, layout: KVLayout) -> CudaIpcBackend:
     """Return the backend that copies every layer and plane of every block by itself."""
 
-    def make(pool: DevicePool, _: int) -> BlockMover:
+    def make(pool: DevicePool, _: str) -> BlockMover:
         return LayerwiseMover(pool.driver, pool.device_index, layout)
 
     return CudaIpcBackend(pool, name=LAYERWISE, make_mover=make)
@@ -156,8 +167,8 @@ def layerwise_backend(pool: DevicePool, layout: KVLayout) -> CudaIpcBackend:
 def gather_buffer_backend(pool: DevicePool) -> CudaIpcBackend:
     """Return the backend that gathers blocks into one buffer before it sends them."""
 
-    def make(pool: DevicePool, device: int) -> BlockMover:
-        num_ctas = 0 if device == pool.device_index else PEER_CTAS
+    def make(pool: DevicePool, uuid: str) -> BlockMover:
+        num_ctas = 0 if uuid == pool.driver.device_uuid(pool.device_index) else PEER_CTAS
         return GatherBufferMover(pool.driver, pool.device_index, num_ctas=num_ctas)
 
     return CudaIpcBackend(pool, name=GATHER_BUFFER, make_mover=make)

@@ -20,14 +20,14 @@ NUM_REPEATS = 5
 
 @dataclass(frozen=True, slots=True)
 class MappedPool:
-    """Blocks at an address of this process, on GPU ``device`` as it counts them.
+    """Blocks at an address of this process, on a GPU that it need not see.
 
     ``close`` undoes the mapping.
     """
 
     address: int
     num_blocks: int
-    device: int
+    device_uuid: str
     close: Callable[[], None]
 
 
@@ -89,7 +89,7 @@ class CudaLink:
             self._refuse_closed()
             num_bytes = min(pool.num_bytes, peer.num_blocks * pool.block_bytes)
             own = (pool.device_index, pool.address)
-            return measure_memory(pool.driver, own, (peer.device, peer.address), num_bytes)
+            return measure_memory(pool.driver, own, (peer.device_uuid, peer.address), num_bytes)
 
     def close(self) -> None:
         """Undo the mapping, after a write in progress."""
@@ -105,11 +105,11 @@ class CudaLink:
 
 
 def measure_memory(
-    driver: CudaDriver, own: tuple[int, int], peer: tuple[int, int], num_bytes: int
+    driver: CudaDriver, own: tuple[int, int], peer: tuple[str, int], num_bytes: int
 ) -> LinkRate:
-    """Compare reading ``num_bytes`` or fewer at two addresses, both seen by the own GPU.
+    """Compare reading ``num_bytes`` or fewer at two addresses, both reached by the own GPU.
 
-    ``own`` and ``peer`` are each a GPU and an address in its memory.
+    ``own`` is a GPU and an address in its memory, ``peer`` the UUID of a GPU and one in its.
     """
     device, address = own
     num_bytes = min(MEASURED_BYTES, num_bytes)
@@ -123,7 +123,7 @@ def measure_memory(
             driver.free(device, room)
     finally:
         queue.close()
-    if peer[0] == device:
+    if peer[0] == driver.device_uuid(device):
         limit = num_bytes / own_seconds / 1e9
     else:
         limit = driver.peer_gigabytes_per_second(device, peer[0])

@@ -159,12 +159,13 @@ class DevicePair:
 
     def measure(self) -> LinkRate:
         """Compare reading the target's pool with what the hardware should give."""
-        plan, (own, peer) = self.transfer, self._devices
+        plan, driver, (own, peer) = self.transfer, self._driver, self._devices
         num_bytes = min(
             self._num_blocks[0] * plan.source_block_bytes,
             self._num_blocks[1] * plan.target_block_bytes,
         )
-        return measure_memory(self._driver, (own, self._source), (peer, self._target), num_bytes)
+        target = driver.device_uuid(peer), self._target
+        return measure_memory(driver, (own, self._source), target, num_bytes)
 
     def close(self) -> None:
         """Let go of streams and mappings; a second call does nothing."""

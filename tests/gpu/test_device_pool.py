@@ -112,7 +112,7 @@ def test_blocks_are_copied_inside_of_the_pool(num_pages: int) -> None:
 @pytest.mark.skipif(why_too_few(2) is not None, reason=str(why_too_few(2)))
 def test_the_link_between_two_gpus_has_a_rate_that_a_copy_comes_near_to() -> None:
     driver = cuda_driver()
-    rate = driver.peer_gigabytes_per_second(0, 1)
+    rate = driver.peer_gigabytes_per_second(0, driver.device_uuid(1))
     pools = [DevicePool(64, 1024 * PAGE, device) for device in (0, 1)]
     driver.enable_peer_access(0, 1)
     queue = driver.queue(0)

@@ -40,11 +40,18 @@ ENDS_SECONDS = 60.0
 class Owner:
     """The other process, which owns the pool that is written."""
 
-    def __init__(self, device: int, num_blocks: int = NUM_BLOCKS, block_bytes: int = BLOCK) -> None:
+    def __init__(
+        self,
+        device: int,
+        num_blocks: int = NUM_BLOCKS,
+        block_bytes: int = BLOCK,
+        visible: str | None = None,
+    ) -> None:
         arguments = [str(number) for number in (device, num_blocks, block_bytes)]
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.gpu.pool_owner", *arguments],
             cwd=ROOT,
+            env=None if visible is None else os.environ | {"CUDA_VISIBLE_DEVICES": visible},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -289,29 +296,23 @@ def test_the_writer_outlives_an_owner_that_is_killed_in_the_middle(
 
 
 @pytest.mark.skipif(why_too_few(2) is not None, reason=str(why_too_few(2)))
-def test_a_gpu_that_is_not_visible_is_refused_with_what_to_do() -> None:
-    owner = Owner(1)
-    script = (
-        "import sys\n"
-        "from common.errors import TransferError\n"
-        "from common.kv.device_pool import DevicePool\n"
-        "from common.transfer.cuda_ipc import CudaIpcBackend\n"
-        "from tests.gpu.pool_owner import unpack_handle\n"
-        f"pool = DevicePool(2, {BLOCK}, 0)\n"
-        "try:\n"
-        "    CudaIpcBackend(pool).open_peer(unpack_handle(sys.stdin.readline()))\n"
-        "except TransferError as error:\n"
-        "    print(error)\n"
-    )
+def test_processes_that_each_see_only_their_own_gpu_write_as_fast_as_others() -> None:
+    owner = Owner(0, visible="1")
     done = subprocess.run(
-        [sys.executable, "-c", script],
+        [sys.executable, "-m", "tests.gpu.own_gpu_writer"],
         cwd=ROOT,
         env=os.environ | {"CUDA_VISIBLE_DEVICES": "0"},
         input=pack_handle(owner.handle) + "\n",
-        capture_output=True,
+        stdout=subprocess.PIPE,
         text=True,
         timeout=ENDS_SECONDS,
         check=True,
     )
-    assert "CUDA_VISIBLE_DEVICES of each worker" in done.stdout
+    written = json.loads(done.stdout)
+    ids = [int(target) for target in written["checksums"]]
+    assert owner.ask("native", ids) == list(written["checksums"].values())
+    others = sorted(set(range(NUM_BLOCKS + 1)) - set(ids))
+    assert owner.ask("poisoned") == others
+    assert written["num_devices"] == 1
+    assert not written["is_flagged"], f"reads at {written['gigabytes_per_second']:.0f} GB/s"
     owner.end()

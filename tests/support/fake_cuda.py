@@ -37,7 +37,7 @@ class FakeGpus:
     free_bytes: int = GIB
     peers: bool = True
     link_gigabytes_per_second: float = 1e-9
-    exported: dict[bytes, NDArray[np.uint8]] = field(default_factory=dict)
+    exported: dict[bytes, tuple[str, NDArray[np.uint8]]] = field(default_factory=dict)
 
     def process(self, visible: Sequence[int] | None = None) -> "FakeDriver":
         """Return the driver of a process that sees these GPUs, in this order."""
@@ -95,7 +95,7 @@ class FakeDriver:
 
     def export_memory(self, device: int, address: int) -> bytes:
         handle = secrets.token_bytes(IPC_HANDLE_BYTES)
-        self._gpus.exported[handle] = self._memory[address]
+        self._gpus.exported[handle] = self.device_uuid(device), self._memory[address]
         return handle
 
     def open_memory(self, device: int, handle: bytes) -> int:
@@ -119,7 +119,7 @@ class FakeDriver:
     def enable_peer_access(self, device: int, peer: int) -> None:
         self.peers_enabled.add((device, peer))
 
-    def peer_gigabytes_per_second(self, device: int, peer: int) -> float:
+    def peer_gigabytes_per_second(self, device: int, peer_uuid: str) -> float:
         return self._gpus.link_gigabytes_per_second
 
     def tensor(self, device: int, address: int, num_bytes: int) -> torch.Tensor:
@@ -133,7 +133,10 @@ class FakeDriver:
         self.note(f"map {device}")
         if handle not in self._gpus.exported:
             raise CudaError("invalid handle")
-        return self._add(self._gpus.exported[handle])
+        device_uuid, memory = self._gpus.exported[handle]
+        if device_uuid != self.device_uuid(device) and not self._gpus.peers:
+            raise CudaError("peer access is not supported between these two devices")
+        return self._add(memory)
 
     def _unmap(self, device: int, address: int) -> None:
         self.note(f"unmap {device}")

@@ -241,8 +241,27 @@ def test_a_link_far_below_the_hardware_is_flagged() -> None:
     link.close()
 
 
-def test_a_gpu_that_this_process_does_not_see_is_named_with_what_to_do() -> None:
-    gpus = FakeGpus()
+def test_a_gpu_that_this_process_does_not_see_is_written_as_one_that_it_sees() -> None:
+    gpus = FakeGpus(link_gigabytes_per_second=450.0)
+    driver = gpus.process([0])
+    source = DevicePool(NUM_BLOCKS, BLOCK, 0, driver=driver)
+    target = DevicePool(NUM_BLOCKS, BLOCK, 0, driver=gpus.process([1]))
+    source.tensor[:] = _random_bytes(len(source.tensor))
+    target.tensor[:] = 0xEE
+    pair = Pair(driver, source, target)
+    link = CudaIpcBackend(source).open_peer(pair.handle)
+    report = link.write(*SCATTERED)
+    assert pair.copies == [f"copy_blocks 6 ctas {cuda_movers.PEER_CTAS}"], "it is another GPU"
+    assert_moved(pair, *SCATTERED)
+    assert verify_blocks(target, SCATTERED[1], report.checksums) is None
+    rate = link.measure()
+    assert rate.limit_gigabytes_per_second == 450.0
+    assert rate.is_flagged, "the silent way through the host shows here too"
+    link.close()
+
+
+def test_a_gpu_that_is_not_seen_and_not_reached_is_named_with_what_to_do() -> None:
+    gpus = FakeGpus(peers=False)
     source = DevicePool(2, BLOCK, 0, driver=gpus.process([0]))
     target = DevicePool(2, BLOCK, 0, driver=gpus.process([1]))
     handle = replace(target.handle(), pid=1)
