@@ -6,6 +6,7 @@ load) and ``combined`` (two workers that do both). All take steps of the same to
 of the turns are compared, within this one run:
 
 ``burst``   32 prompts of 1 024 tokens at once, 32 tokens of output
+``tail``    24 prompts of 128 tokens at once, 256 tokens of output: mostly decoding
 ``steady``  prompts of 512 tokens at a Poisson rate, 60 % of what ``combined`` reaches in a burst,
             64 tokens of output
 """
@@ -26,6 +27,7 @@ LAYOUTS = {
 BUDGET = "512"
 SHARE_OF_CAPACITY = 0.6
 MIN_BURST_GAIN, MAX_STEADY_TPOT, MIN_STEADY_RATE = 1.3, 0.5, 0.95
+MIN_TAIL_GAIN = 1.2
 Turns = dict[str, list[LoadResult]]
 
 
@@ -35,6 +37,16 @@ def burst(clusters: list[ServedCluster], turns: int, num_requests: int) -> Turns
         clusters,
         turns,
         *("--input-tokens", "1024", "--output-tokens", "32"),
+        *("--requests", str(num_requests), "--burst", str(num_requests), "--warmup", "1"),
+    )
+
+
+def long_answers(clusters: list[ServedCluster], turns: int, num_requests: int) -> Turns:
+    """Give each cluster short prompts with long answers at once, in turn."""
+    return _take_turns(
+        clusters,
+        turns,
+        *("--input-tokens", "128", "--output-tokens", "256"),
         *("--requests", str(num_requests), "--burst", str(num_requests), "--warmup", "1"),
     )
 
@@ -94,8 +106,9 @@ def main(argv: list[str]) -> int:
     """Run the loads and compare; 0 when every target is met."""
     parser = argparse.ArgumentParser(prog="benchmarks load_aware")
     parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--loads", default="burst,steady")
+    parser.add_argument("--loads", default="burst,tail,steady")
     parser.add_argument("--burst-requests", type=int, default=32)
+    parser.add_argument("--tail-requests", type=int, default=24)
     parser.add_argument("--steady-requests", type=int, default=24)
     arguments = parser.parse_args(argv)
     rows: list[dict[str, Cell]] = []
@@ -116,6 +129,14 @@ def main(argv: list[str]) -> int:
                 ("burst: time of fixed / auto", gain, MIN_BURST_GAIN, gain >= MIN_BURST_GAIN),
                 ("burst: TPOT p99 of auto / combined", tail, 1.0, tail <= 1.0),
             ]
+        if "tail" in arguments.loads:
+            found = long_answers(clusters, arguments.turns, arguments.tail_requests)
+            made = _rows("tail", found)
+            rows += made
+            of = {row["layout"]: row for row in made}
+            gain = _ratio(of["fixed"], of["auto"], "seconds")
+            is_met = gain >= MIN_TAIL_GAIN
+            ratios.append(("tail: time of fixed / auto", gain, MIN_TAIL_GAIN, is_met))
         if "steady" in arguments.loads:
             rate = SHARE_OF_CAPACITY * capacity(clusters[-1], arguments.steady_requests)
             found = steady(clusters, arguments.turns, arguments.steady_requests, rate)

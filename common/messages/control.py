@@ -52,6 +52,8 @@ class WorkerHello:
     max_num_seqs: Count
     has_store: Flag = False
     """Whether it can load blocks from the cluster's store."""
+    devices: Annotated[tuple[Name, ...], Field(max_length=64)] = ()
+    """UUIDs of the GPUs that it computes on; none for the CPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRUCT)

@@ -101,6 +101,9 @@ class WorkerRates:
     in all steps before the first of these. What prompts add can be computed elsewhere."""
     decode_tokens_per_second: Rate
     """Tokens drawn per second of steps that decode, over all sequences."""
+    decode_base_seconds: Seconds = 0.0
+    decode_seconds_per_sequence: Seconds = 0.0
+    """A step that only decodes takes the first, and the second for each of its sequences."""
     read_tokens_per_second: Rate = 0.0
     """Tokens whose KV came from the store, per second of reading."""
 

@@ -14,6 +14,10 @@ HALF_LIFE_SECONDS = 5.0
 
 EWMA_WEIGHT = 0.3
 
+MIN_SPREAD = 0.1
+"""How far the batch sizes of decode steps must lie apart, as a share of their mean, to tell what
+one sequence more costs."""
+
 SLOWEST_SHARE = 1.5
 """How much longer than alone decodes may take on average where that is over the SLA."""
 
@@ -38,6 +42,37 @@ class _FadingRate:
         return self._amount / self._seconds if self._seconds > 0 else 0.0
 
 
+class _FadingLine:
+    """The line through (sequences, seconds) of steps; 0 while only one count was seen.
+
+    ``slope`` stays as it is while the counts say nothing new, and the line goes through their mean.
+    """
+
+    def __init__(self) -> None:
+        self._weight = 0.0
+        self._count = 0.0
+        self._seconds = 0.0
+        self._count_squared = 0.0
+        self._product = 0.0
+        self.slope = 0.0
+        self.base = 0.0
+
+    def add(self, count: int, seconds: float) -> None:
+        keep: float = 0.5 ** (seconds / HALF_LIFE_SECONDS)
+        self._weight = self._weight * keep + 1.0
+        self._count = self._count * keep + count
+        self._seconds = self._seconds * keep + seconds
+        self._count_squared = self._count_squared * keep + count * count
+        self._product = self._product * keep + count * seconds
+        mean = self._count / self._weight
+        mean_seconds = self._seconds / self._weight
+        variance = self._count_squared / self._weight - mean * mean
+        if variance >= (MIN_SPREAD * mean) ** 2:
+            covariance = self._product / self._weight - mean * mean_seconds
+            self.slope = max(0.0, covariance / variance)
+        self.base = max(0.0, mean_seconds - self.slope * mean) if self.slope else 0.0
+
+
 class StepRates:
     """Learns from every finished step.
 
@@ -53,6 +88,7 @@ class StepRates:
         self._prefill_alone = _FadingRate()
         self._decode = _FadingRate()
         self._decode_alone = 0.0
+        self._decode_line = _FadingLine()
         self._token_seconds = 0.0
         self._token_seconds_alone = 0.0
         self._target = 0.0
@@ -70,6 +106,8 @@ class StepRates:
             prefill_tokens_per_second=self._prefill.value,
             decode_step_seconds=self._token_seconds_alone or self._token_seconds,
             decode_tokens_per_second=self._decode.value,
+            decode_base_seconds=self._decode_line.base,
+            decode_seconds_per_sequence=self._decode_line.slope,
         )
 
     def prompt_allowance(self, sla_seconds: float) -> int | None:
@@ -109,6 +147,7 @@ class StepRates:
             self._decode.add(len(decodes), seconds)
         if decodes and not num_prompt_tokens:
             self._decode_alone = _ewma(self._decode_alone, seconds)
+            self._decode_line.add(len(decodes), seconds)
         if num_prompt_tokens >= self._block_size:
             # Fewer say how long a step takes, and not how fast prompts are computed.
             self._prefill.add(num_prompt_tokens, seconds)

@@ -1,7 +1,7 @@
 """What a worker is made of and keeps for its whole life: model, KV pool, engine."""
 
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
@@ -60,6 +60,7 @@ class ClosableEngine(Protocol):
 class Machine:
     """What outlives an incarnation.
 
+    ``devices`` are the UUIDs of the GPUs that it computes on, none for the CPU.
     ``max_num_batched_tokens`` and ``max_num_seqs`` bound a step.
     """
 
@@ -71,7 +72,7 @@ class Machine:
     host_blocks: HostBlocks
     max_num_batched_tokens: int
     max_num_seqs: int
-    is_on_gpu: bool = False
+    devices: tuple[str, ...] = ()
 
     def why_broken(self) -> str | None:
         """Return why the engine computes nothing any more; None while it does."""
@@ -97,11 +98,12 @@ def build_machine(settings: Settings, worker_id: str, role: Role) -> Machine:
     started = monotonic()
     config = ModelConfig.load(Path(settings.model) if settings.model else _default_model(settings))
     place = place_worker(settings, worker_id, _num_gpus(settings))
-    machine = (
-        _build_on_cpu(settings, config, role)
-        if place is None
-        else _build_on_gpu(settings, config, place, role)
-    )
+    if place is None:
+        machine = _build_on_cpu(settings, config, role)
+    else:
+        machine = replace(
+            _build_on_gpu(settings, config, place, role), devices=_device_uuids(place)
+        )
     log.info(
         "worker_built",
         model=str(config.folder),
@@ -118,6 +120,13 @@ def build_machine(settings: Settings, worker_id: str, role: Role) -> Machine:
         worker=worker_id,
     )
     return machine
+
+
+def _device_uuids(place: GpuPlace) -> tuple[str, ...]:
+    # What needs CUDA is not imported on a machine without it.
+    from common.cuda.cupy_driver import cuda_driver  # noqa: PLC0415
+
+    return tuple(cuda_driver().device_uuid(index) for index in place.device_indices)
 
 
 def _build_on_cpu(settings: Settings, config: ModelConfig, role: Role) -> Machine:
@@ -273,7 +282,6 @@ def _build_on_gpu(settings: Settings, config: ModelConfig, place: GpuPlace, role
         host_blocks=open_host_blocks(pool, settings.swap_bytes),
         max_num_batched_tokens=max_num_batched_tokens,
         max_num_seqs=max_num_seqs,
-        is_on_gpu=True,
     )
 
 
@@ -315,7 +323,6 @@ def _build_layerwise(
         host_blocks=open_host_blocks(pool, settings.swap_bytes),
         max_num_batched_tokens=max_num_batched_tokens,
         max_num_seqs=max_num_seqs,
-        is_on_gpu=True,
     )
 
 
@@ -361,7 +368,6 @@ def _build_ranks_on_gpus(
         host_blocks=host_blocks,
         max_num_batched_tokens=ranks.max_num_batched_tokens,
         max_num_seqs=ranks.max_num_seqs,
-        is_on_gpu=True,
     )
 
 

@@ -165,7 +165,7 @@ class _Incarnation:
             settings.transport,
             settings.cluster_host,
             layout=self._machine.layout,
-            is_mixed=settings.layer_ring > 0 and self._machine.is_on_gpu,
+            is_mixed=settings.layer_ring > 0 and bool(self._machine.devices),
         )
         fabric = SharedLink(settings.emulated_fabric_bandwidth)
         store = self._store_access()
@@ -334,6 +334,7 @@ class _Incarnation:
             max_num_batched_tokens=machine.max_num_batched_tokens,
             max_num_seqs=machine.max_num_seqs,
             has_store=self._settings.has_store,
+            devices=machine.devices,
         )
 
     def _store_access(self) -> StoreAccess | None:

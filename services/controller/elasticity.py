@@ -25,6 +25,8 @@ from services.controller.roles import Roles
 SCALER_SECONDS = 5.0
 """A scaler that is silent for so long is not counted on any more."""
 STOP_AGAIN_SECONDS = 1.0
+QUIET_SECONDS = 2.0
+"""So long after the last request, and with no prompt to compute, prefill workers may decode."""
 ADDED_PREFIX = "extra-"
 """How the names of workers begin that were asked for under load: they may be stopped again."""
 
@@ -85,7 +87,11 @@ class Elasticity:
         effects = self._observe(ready, cause)
         if self._roles.control is RoleControl.AUTO:
             actions = self._role_planner.plan(
-                self._machine.scenario, self._machine.pressure, ready, now
+                self._machine.scenario,
+                self._machine.pressure,
+                ready,
+                now,
+                is_quiet=self._is_quiet(ready, now),
             )
             effects += self._carry_out(actions, cause, now)
         return [*effects, *self._scale(cause, now), *self._retire(cause, now)]
@@ -118,6 +124,10 @@ class Elasticity:
             ("num_workers", len(ready)),
         )
         return [Note("scenario_changed", cause, facts=facts)]
+
+    def _is_quiet(self, ready: list[WorkerView], now: float) -> bool:
+        is_idle = not self._book.queued and not any(w.uncomputed_tokens for w in ready)
+        return is_idle and now - self._book.last_submitted_at >= QUIET_SECONDS
 
     def _carry_out(
         self, actions: list[Help | Unhelp | Switch] | list[Unhelp], cause: str, now: float

@@ -218,7 +218,10 @@ class WorkerRecord:
             prefill_rate=rates.prefill_tokens_per_second if rates else 0.0,
             decode_step_seconds=rates.decode_step_seconds if rates else 0.0,
             decode_rate=rates.decode_tokens_per_second if rates else 0.0,
+            decode_base_seconds=rates.decode_base_seconds if rates else 0.0,
+            decode_seconds_per_sequence=rates.decode_seconds_per_sequence if rates else 0.0,
             link_rates=self.link_rates,
+            devices=frozenset(self.hello.devices),
             host=self.peer.host,
             has_store=self.hello.has_store,
             read_queue_tokens=(self.load.read_queue_tokens if self.load else 0)

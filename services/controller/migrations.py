@@ -1,4 +1,6 @@
-"""Running decodes that move to another worker: from full pools, and from workers that drain."""
+"""Running decodes that move to another worker: from full pools, draining workers, long batches."""
+
+from collections import Counter
 
 from common.ids import WorkerId
 from common.messages.control import MigrateDecode
@@ -7,12 +9,16 @@ from services.controller import request_machine as machine
 from services.controller.effects import Effect, Fact, Note, Send
 from services.controller.members import Members
 from services.controller.policy.migration import DecodeView, Migration, plan_migrations
+from services.controller.policy.spread import plan_spread
+from services.controller.policy.views import Incarnation
 from services.controller.request_book import RequestBook
-from services.controller.request_machine import RequestPhase
+from services.controller.request_machine import DECODED, RequestPhase
 from services.controller.request_record import RequestRecord
 
 FAILED_AGAIN_SECONDS = 2.0
 """A decode whose move failed is left where it is for so long."""
+MOVED_AGAIN_SECONDS = 5.0
+"""And one that moved, where it is only about how long steps take."""
 
 
 class Migrations:
@@ -34,10 +40,23 @@ class Migrations:
         decodes = [
             self._view(record, now) for record in records if record.phase is RequestPhase.DECODING
         ]
+        moves = plan_migrations(workers, decodes, num_moving)
+        begun = {move.request_id for move in moves}
+        decodes = [decode for decode in decodes if decode.request_id not in begun]
+        moves += plan_spread(workers, decodes, self._counts(), num_moving + len(moves))
         effects: list[Effect] = []
-        for move in plan_migrations(workers, decodes, num_moving):
+        for move in moves:
             effects += self._begin(move, cause, now)
         return effects
+
+    def _counts(self) -> Counter[Incarnation]:
+        """Count the sequences that decode at each worker or move there."""
+        counts: Counter[Incarnation] = Counter()
+        for record in self._book.requests.values():
+            place = record.target or record.decode
+            if place is not None and record.phase in DECODED:
+                counts[WorkerId(place[0]), place[1]] += record.submission.params.num_choices
+        return counts
 
     def _begin(self, move: Migration, cause: str, now: float) -> list[Effect]:
         target = self._members.workers[move.target]
@@ -67,9 +86,12 @@ class Migrations:
             num_drawn = min(num_drawn, 1 + int(seconds / step_seconds))
         failed_at = record.move_failed_at
         is_resting = failed_at is not None and now - failed_at < FAILED_AGAIN_SECONDS
+        moved_at = record.moved_at
         return DecodeView(
             request_id=record.request_id,
             worker=(WorkerId(record.decode[0]), record.decode[1]),
             num_blocks=-(-(prompt + num_drawn) // worker.hello.block_size),
             is_movable=params.num_choices == 1 and not is_resting,
+            num_left=params.num_left - num_drawn,
+            has_moved=moved_at is not None and now - moved_at < MOVED_AGAIN_SECONDS,
         )

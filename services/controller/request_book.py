@@ -1,6 +1,7 @@
 """The records of all requests, and the sums over them."""
 
 from collections import OrderedDict
+from math import inf
 
 from common.ids import RequestId
 from services.controller.effects import Effect, Fact, Note, PeerKey
@@ -23,8 +24,9 @@ class RequestBook:
     """Every request's record. ``num_queued`` have not started to decode.
 
     ``queued`` are the ids in the phases QUEUED and LOOKING_UP, ``waiting`` those in WAITING, both
-    in the order of their submission. Keeps each worker's ``placed_blocks`` and ``num_placed``
-    right. ``requests`` is read by others and changed here alone.
+    in the order of their submission. ``last_submitted_at`` is when the newest came. Keeps each
+    worker's ``placed_blocks`` and ``num_placed`` right. ``requests`` is read by others and changed
+    here alone.
     """
 
     def __init__(self, members: Members) -> None:
@@ -32,6 +34,7 @@ class RequestBook:
         self.queued: dict[RequestId, None] = {}
         self.waiting: dict[RequestId, None] = {}
         self.num_queued = 0
+        self.last_submitted_at = -inf
         self._num_added = 0
         self._members = members
         self._stopped: OrderedDict[RequestId, None] = OrderedDict()
@@ -40,6 +43,7 @@ class RequestBook:
         """Take a fresh record in."""
         self._num_added += 1
         record.arrival = self._num_added
+        self.last_submitted_at = record.submitted_at
         self.requests[record.request_id] = record
         self.queued[record.request_id] = None
         self._stopped.pop(record.request_id, None)

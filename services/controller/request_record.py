@@ -98,6 +98,7 @@ class RequestRecord:
         self.decoding_since: float | None = None
         self.target: PeerKey | None = None
         self.target_lost_at: float | None = None
+        self.moved_at: float | None = None
         self.move_failed_at: float | None = None
         self.cancelled_at: float | None = None
         self.was_stopped = False
@@ -180,7 +181,7 @@ class RequestRecord:
                 self.phase = RequestPhase.MIGRATING
                 return []
             case MigrationLanded():
-                self.decode, self.target = self.target, None
+                self.decode, self.target, self.moved_at = self.target, None, now
                 return self._decode_started(cause, now)
             case MigrationFailedReceived():
                 self.target, self.move_failed_at = None, now

@@ -30,6 +30,10 @@ class DecodeView:
     num_blocks: int
     is_movable: bool = True
     """Whether it is one live choice that no migration failed for lately."""
+    num_left: int = 0
+    """Tokens that it may draw yet."""
+    has_moved: bool = False
+    """Whether it came from another worker lately."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +85,7 @@ def _target(
         worker
         for worker in workers
         if worker.key != source.key
-        and _takes_decodes_of(worker, source)
+        and takes_decodes_of(worker, source)
         and used[worker.key] + num_blocks <= share * worker.total_blocks
         and source.pairing_with(worker) is not Pairing.BROKEN
     ]
@@ -92,7 +96,7 @@ def _target(
     )
 
 
-def _takes_decodes_of(worker: WorkerView, source: WorkerView) -> bool:
+def takes_decodes_of(worker: WorkerView, source: WorkerView) -> bool:
     """Whether a decode may go there; combined workers exchange decodes among themselves."""
     is_able = worker.can_decode and worker.has_heartbeat and not worker.is_draining
     return is_able and (worker.role is Role.COMBINED) == (source.role is Role.COMBINED)

@@ -7,6 +7,9 @@ half's work too, in steps that decodes lead. It is granted for ``HELP_ROUNDS`` r
 again then. A worker helps on while it has less to do than the half that it helps: being slow
 because of its help is no reason to end it.
 
+Where no prompts came for a while and none waits, a prefill worker helps to decode as well if that
+makes tokens come sooner (``spread``): the tail of a burst would leave it idle.
+
 A *switch* is the slow one: when the same half was short for ``PERSIST_SECONDS``, one worker of the
 other half changes its role. At least ``COOL_DOWN_SECONDS`` lie between two switches of the cluster,
 a role keeps a worker at least, and nobody switches where the shortage would only change sides: the
@@ -23,6 +26,7 @@ from math import log2
 from common.messages.fields import Mode, Role
 from services.controller.policy.estimates import Objectives, decode_score, prefill_score
 from services.controller.policy.scenario import IMBALANCE_OVER, UNBALANCED, Pressure, Scenario
+from services.controller.policy.spread import would_gain
 from services.controller.policy.views import Incarnation, WorkerView
 
 HELP_ROUNDS = 8
@@ -76,6 +80,16 @@ class _Grant:
     num_rounds: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Round:
+    """What is to be seen this round."""
+
+    short: Role | None
+    pressure: Pressure | None
+    workers: Sequence[WorkerView]
+    is_quiet: bool
+
+
 class RolePlanner:
     """Plans help and switches, once a round."""
 
@@ -91,15 +105,20 @@ class RolePlanner:
         pressure: Pressure | None,
         workers: Sequence[WorkerView],
         now: float,
+        *,
+        is_quiet: bool = False,
     ) -> list[Help | Unhelp | Switch]:
-        """Return what to change this round; what helps or switches is ready and not draining."""
+        """Return what to change this round; what helps or switches is ready and not draining.
+
+        ``is_quiet`` tells that no prompts came for a while and none is computed.
+        """
         short = pressure.role if pressure and scenario in UNBALANCED else None
         if short is None or pressure is None:
             self._short = None
         elif self._short is None or self._short[0] is not short:
             self._short = (short, now)
         switch = self._plan_switch(pressure, workers, now)
-        actions = self._plan_help(short, pressure, workers, switch)
+        actions = self._plan_help(_Round(short, pressure, workers, is_quiet), switch)
         return [*actions, switch] if switch else actions
 
     def withdraw(self) -> list[Unhelp]:
@@ -109,18 +128,12 @@ class RolePlanner:
         self._short = None
         return ended
 
-    def _plan_help(
-        self,
-        short: Role | None,
-        pressure: Pressure | None,
-        workers: Sequence[WorkerView],
-        switch: Switch | None,
-    ) -> list[Help | Unhelp | Switch]:
+    def _plan_help(self, this: _Round, switch: Switch | None) -> list[Help | Unhelp | Switch]:
         actions: list[Help | Unhelp | Switch] = []
-        known = {worker.key: worker for worker in workers}
+        known = {worker.key for worker in this.workers}
         for key in [key for key in self._grants if key not in known]:
             del self._grants[key]
-        for worker in workers:
+        for worker in this.workers:
             grant = self._grants.get(worker.key)
             if grant is not None:
                 is_leaving = worker.is_draining or worker.role is not _OTHER[grant.role]
@@ -133,26 +146,31 @@ class RolePlanner:
                     continue
             elif switch is not None and switch.worker == worker.key:
                 continue
-            has_less = pressure is not None and self._has_less(worker, short, pressure, grant)
-            if short is not None and has_less:
-                self._grants[worker.key] = _Grant(short, HELP_ROUNDS)
-                reason = f"{short} has more to do than this worker"
-                actions.append(Help(worker.key, short, HELP_MODE, HELP_STEPS, reason))
+            role, reason = self._helped_role(worker, this, grant)
+            if role is not None:
+                self._grants[worker.key] = _Grant(role, HELP_ROUNDS)
+                actions.append(Help(worker.key, role, HELP_MODE, HELP_STEPS, reason))
             elif grant is not None:
                 del self._grants[worker.key]
                 actions.append(Unhelp(worker.key, "no help is needed"))
         return actions
 
-    def _has_less(
-        self, worker: WorkerView, short: Role | None, pressure: Pressure, grant: _Grant | None
-    ) -> bool:
-        """Whether a worker may help the short half, or help on."""
-        if short is None or worker.role is not _OTHER[short]:
-            return False
-        if worker.is_draining or not worker.is_measured or (grant and grant.role is not short):
-            return False
-        margin = 0.0 if grant else IMBALANCE_OVER
-        return self._score(worker) + margin < pressure.highest
+    def _helped_role(
+        self, worker: WorkerView, this: _Round, grant: _Grant | None
+    ) -> tuple[Role | None, str]:
+        """Return the role that a worker may help, or help on, and why; or no role."""
+        short, pressure = this.short, this.pressure
+        if worker.is_draining or not worker.is_measured:
+            return None, ""
+        if short and pressure and worker.role is _OTHER[short]:
+            margin = 0.0 if grant else IMBALANCE_OVER
+            is_other = grant is not None and grant.role is not short
+            if not is_other and self._score(worker) + margin < pressure.highest:
+                return short, f"{short} has more to do than this worker"
+        is_idle = this.is_quiet and worker.role is Role.PREFILL
+        if is_idle and any(would_gain(other, worker) for other in this.workers):
+            return Role.DECODE, "no prompts come, and more workers decode faster"
+        return None, ""
 
     def _plan_switch(
         self, pressure: Pressure | None, workers: Sequence[WorkerView], now: float

@@ -59,7 +59,12 @@ class WorkerView:
     decode_step_seconds: float = 0.0
     decode_rate: float = 0.0
     """Drawn tokens per second, over all sequences."""
+    decode_base_seconds: float = 0.0
+    decode_seconds_per_sequence: float = 0.0
+    """A decode step takes the first, and the second for each of its sequences."""
     link_rates: Mapping[Incarnation, float] = field(default_factory=dict)
+    devices: frozenset[str] = frozenset()
+    """The GPUs that it computes on; others may compute there as well."""
     host: str = ""
     """Where it runs; the workers of a host share its link to the store."""
     has_store: bool = False

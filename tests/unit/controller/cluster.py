@@ -141,13 +141,19 @@ def kv(total: int = 100, referenced: int = 0, in_transfer: int = 0, cached: int 
 
 
 def rates(
-    prefill: float = 0.0, step_seconds: float = 0.0, decode: float = 0.0, read: float = 0.0
+    prefill: float = 0.0,
+    step_seconds: float = 0.0,
+    decode: float = 0.0,
+    read: float = 0.0,
+    line: tuple[float, float] = (0.0, 0.0),
 ) -> WorkerRates:
     return WorkerRates(
         prefill_tokens_per_second=prefill,
         decode_step_seconds=step_seconds,
         decode_tokens_per_second=decode,
         read_tokens_per_second=read,
+        decode_base_seconds=line[0],
+        decode_seconds_per_sequence=line[1],
     )
 
 
@@ -201,8 +207,10 @@ def paired(decode: str, transport: str = "shm", reason: str = "", epoch: int = 1
     )
 
 
-def submit(request_id: str, num_prompt_tokens: int = 64, num_choices: int = 1) -> SubmitRequest:
-    params = SamplingParams(seed=1, max_tokens=16, num_choices=num_choices)
+def submit(
+    request_id: str, num_prompt_tokens: int = 64, num_choices: int = 1, max_tokens: int = 16
+) -> SubmitRequest:
+    params = SamplingParams(seed=1, max_tokens=max_tokens, num_choices=num_choices)
     return SubmitRequest(
         request_id=RequestId(request_id), params=params, num_prompt_tokens=num_prompt_tokens
     )
@@ -277,8 +285,9 @@ class Cluster:
         num_choices: int = 1,
         gateway: str = "g",
         prompt: bytes | None = None,
+        max_tokens: int = 16,
     ) -> list[Effect]:
-        message = submit(request_id, num_prompt_tokens, num_choices)
+        message = submit(request_id, num_prompt_tokens, num_choices, max_tokens)
         return self.say(gateway, message, payload=(prompt or bytes(4 * num_prompt_tokens),))
 
     def beat(self, name: str, beat: Heartbeat | None = None, epoch: int = 1) -> list[Effect]:

@@ -2,10 +2,12 @@
 
 from common.errors import ErrorCode
 from common.ids import WorkerId
-from common.messages.admin import OrderDrain
+from common.messages.admin import OrderDrain, RoleControl
 from common.messages.control import Cancel, MigrateDecode, RequestFailed, RequestFinished
 from services.controller.effects import Effect
+from services.controller.elasticity import QUIET_SECONDS
 from services.controller.lifecycle import MOVE_REPORT_SECONDS
+from services.controller.limits import ControllerLimits
 from services.controller.migrations import FAILED_AGAIN_SECONDS
 from tests.unit.controller.cluster import (
     Cluster,
@@ -82,6 +84,58 @@ def test_a_full_pool_gives_its_largest_decode_away() -> None:
     assert moves(cluster.tick(after=ROUND)) == []
     all_beat(cluster, used_by_d0=92)
     assert moves(cluster.tick(after=ROUND)) == [("d0", "large", "d1")]
+
+
+LINE = (0.005, 0.002)
+
+
+def long_batch_cluster(num_decode: int, control: RoleControl = RoleControl.AUTO) -> Cluster:
+    """A cluster whose d0 decodes ten requests and has told how long its steps take."""
+    cluster = pair_cluster(limits=ControllerLimits(role_control=control))
+    for n in range(10):
+        cluster.submit(f"r{n}", max_tokens=200)
+        cluster.started("d0", f"r{n}")
+    for n in range(1, num_decode):
+        cluster.join(f"d{n}", "decode", pid=200 + n)  # type: ignore[arg-type]  # its value
+    tell_long_batch(cluster)
+    return cluster
+
+
+def tell_long_batch(cluster: Cluster) -> None:
+    measured = rates(prefill=1000.0, step_seconds=0.025, line=LINE)
+    for worker in cluster.core.members.workers.values():
+        name = worker.peer.worker_id
+        load = heartbeat(kv(), num_decoding=10, measured=measured) if name == "d0" else heartbeat()
+        cluster.beat(name, load)
+    cluster.gateway_beat()
+
+
+def test_decodes_of_a_long_batch_move_to_a_worker_with_a_short_one_and_stay_there() -> None:
+    cluster = long_batch_cluster(num_decode=2)
+    begun = moves(cluster.tick(after=ROUND))
+    assert {(source, target) for source, _, target in begun} == {("d0", "d1")}
+    assert len(begun) == 4
+    for _, name, _ in begun:
+        cluster.started("d1", name)
+    tell_long_batch(cluster)
+    assert moves(cluster.tick(after=ROUND)) == []
+
+
+def test_in_a_quiet_time_a_prefill_worker_takes_decodes_of_a_long_batch() -> None:
+    cluster = long_batch_cluster(num_decode=1)
+    assert moves(cluster.tick(after=ROUND)) == [], "prompts came just now"
+    cluster.now += QUIET_SECONDS
+    tell_long_batch(cluster)
+    effects = cluster.tick(after=ROUND)
+    assert "help_granted" in notes(effects)
+    assert {(source, target) for source, _, target in moves(effects)} == {("d0", "p0")}
+
+
+def test_where_the_operator_gives_the_roles_a_prefill_worker_takes_no_decodes() -> None:
+    cluster = long_batch_cluster(num_decode=1, control=RoleControl.MANUAL)
+    cluster.now += QUIET_SECONDS
+    tell_long_batch(cluster)
+    assert moves(cluster.tick(after=ROUND)) == []
 
 
 def test_nothing_moves_where_nobody_else_decodes() -> None:

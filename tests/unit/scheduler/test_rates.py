@@ -54,6 +54,34 @@ def test_the_time_between_two_tokens_is_an_ewma_that_begins_with_the_first() -> 
     assert bench.scheduler.rates().decode_step_seconds == pytest.approx(0.7 * 0.04 + 0.3 * 0.02)
 
 
+def test_what_each_sequence_adds_to_a_step_is_learned_from_batches_of_different_sizes() -> None:
+    bench = Bench(num_blocks=400, budget=64, max_seqs=16)
+    bench.add(new_request("r0", prompt(3), max_tokens=90))
+    run_timed(bench, 1.0, *[0.006] * 20)
+    rates = bench.scheduler.rates()
+    assert (rates.decode_base_seconds, rates.decode_seconds_per_sequence) == (0.0, 0.0)
+    for n in range(1, 9):
+        bench.add(new_request(f"r{n}", prompt(3, kind=n), max_tokens=90))
+        run_timed(bench, 1.0, *[0.005 + 0.001 * (n + 1)] * 4)
+    rates = bench.scheduler.rates()
+    assert rates.decode_seconds_per_sequence == pytest.approx(0.001)
+    assert rates.decode_base_seconds == pytest.approx(0.005)
+    run_timed(bench, *[0.014] * 20)
+    rates = bench.scheduler.rates()
+    line = rates.decode_base_seconds + 9 * rates.decode_seconds_per_sequence
+    assert line == pytest.approx(0.014), "an even load goes on from what was learned"
+    assert rates.decode_seconds_per_sequence == pytest.approx(0.001)
+
+
+def test_steps_that_prompts_share_say_nothing_of_what_a_sequence_adds() -> None:
+    bench = Bench(num_blocks=64, budget=16, max_seqs=16)
+    bench.add(new_request("a", prompt(3), max_tokens=90))
+    run_timed(bench, 0.1, *[0.006] * 4)
+    bench.add(new_request("b", prompt(64, kind=1), max_tokens=90))
+    run_timed(bench, 0.5, 0.5, 0.5, 0.5)
+    assert bench.scheduler.rates().decode_seconds_per_sequence == 0.0
+
+
 def test_decodes_that_take_turns_wait_for_each_other() -> None:
     """Rows for one of three sequences only: each gets a token every third step."""
     bench = Bench(max_seqs=1)

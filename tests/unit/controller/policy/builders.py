@@ -26,6 +26,8 @@ def worker(
     prefill_rate: float = 1000.0,
     step: float = 0.01,
     decode_rate: float = 100.0,
+    line: tuple[float, float] = (0.0, 0.0),
+    devices: tuple[str, ...] = (),
     decoding: int = 0,
     may_prefill: bool = False,
     may_decode: bool = False,
@@ -53,6 +55,9 @@ def worker(
         prefill_rate=prefill_rate,
         decode_step_seconds=step,
         decode_rate=decode_rate,
+        decode_base_seconds=line[0],
+        decode_seconds_per_sequence=line[1],
+        devices=frozenset(devices),
         link_rates={key(other): rate for other, rate in (links or {}).items()},
     )
 

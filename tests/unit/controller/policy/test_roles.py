@@ -36,9 +36,12 @@ class Cluster:
         self.workers = {view.key: view for view in workers}
         self.now = 0.0
 
-    def round(self, scenario: Scenario, pressure: Pressure | None) -> list[Action]:
+    def round(
+        self, scenario: Scenario, pressure: Pressure | None, *, is_quiet: bool = False
+    ) -> list[Action]:
         self.now += ROUND
-        actions = self.planner.plan(scenario, pressure, list(self.workers.values()), self.now)
+        workers = list(self.workers.values())
+        actions = self.planner.plan(scenario, pressure, workers, self.now, is_quiet=is_quiet)
         for action in actions:
             view = self.workers[action.worker]
             match action:
@@ -122,6 +125,30 @@ def test_a_helper_that_drains_or_dies_or_has_another_role_helps_no_more() -> Non
     actions = cluster.round(Scenario.IMBALANCED, SHORT_OF_PREFILL)
     assert [(type(a), a.worker[0]) for a in actions] == [(Unhelp, "d0"), (Unhelp, "d1")]
     assert cluster.run(3, Scenario.IMBALANCED, SHORT_OF_PREFILL) == []
+
+
+def test_when_no_prompts_come_prefill_workers_decode_where_that_is_faster() -> None:
+    long_batch = worker("d", D, decoding=20, line=(0.005, 0.001))
+    cluster = Cluster(worker("p", P), long_batch)
+    assert cluster.run(3, Scenario.NORMAL, EVEN) == []
+    (granted,) = cluster.round(Scenario.NORMAL, EVEN, is_quiet=True)
+    assert isinstance(granted, Help)
+    assert (granted.worker[0], granted.role, granted.mode) == ("p", D, Mode.DECODE_LED)
+    renewed = [
+        each for _ in range(16) for each in cluster.round(Scenario.NORMAL, EVEN, is_quiet=True)
+    ]
+    assert [type(each) for each in renewed] == [Help, Help]
+    ended = cluster.run(HELP_ROUNDS * ROUND, Scenario.NORMAL, EVEN)
+    assert [type(each) for each in ended] == [Unhelp], "prompts come again"
+
+
+def test_when_no_prompts_come_and_decodes_are_fast_nobody_helps() -> None:
+    cluster = Cluster(worker("p", P), worker("d", D, decoding=4, line=(0.0046, 0.00005)))
+    assert cluster.round(Scenario.NORMAL, EVEN, is_quiet=True) == []
+    cluster = Cluster(
+        worker("p", P, is_draining=True), worker("d", D, decoding=20, line=(0.005, 0.001))
+    )
+    assert cluster.round(Scenario.NORMAL, EVEN, is_quiet=True) == []
 
 
 def test_the_operator_takes_all_help_back() -> None:

@@ -1,0 +1,142 @@
+"""Which running decodes move so that all get their tokens sooner: from long batches to short ones.
+
+Theory of operation
+-------------------
+Every worker measures the line that its decode steps lie on: a base, and what each sequence adds.
+Between two workers the decodes lie well where the next token takes as long on either side. While
+the longer step is longer by ``MIN_GAIN`` after another move still, a decode moves there: of those
+that have the most tokens to draw yet the smallest. What it gains over these tokens must pay for
+the move ``PAYS`` times over: its KV at the pair's measured rate, and the time it stands still.
+
+A worker whose line is not known yet is taken for as fast as the other one. One that has prompts to
+compute gets nothing: the tokens there would wait for these. Nor does one on the same GPU, where two
+batches would share what one has. Whoever moved lately stays.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from services.controller.policy.estimates import link_rate
+from services.controller.policy.migration import (
+    MAX_TARGET_SHARE,
+    DecodeView,
+    Migration,
+    takes_decodes_of,
+)
+from services.controller.policy.views import Incarnation, Pairing, WorkerView
+
+MIN_GAIN = 0.15
+"""Share of the longer step by which it must exceed the other one."""
+PAYS = 4.0
+STILL_SECONDS = 0.05
+"""How long a move holds a decode up beside the copy, generously."""
+MAX_CONSIDERED = 8
+"""Of a large cluster the workers with the longest steps and those with the shortest."""
+MAX_SPREADING = 16
+"""Most moves of the cluster under way at once: each holds up one decode of many."""
+
+
+class DecodeLine(NamedTuple):
+    """Seconds of a decode step: ``base``, and ``each`` for every sequence; unknown without it."""
+
+    base: float
+    each: float
+
+    def at(self, num_sequences: int) -> float:
+        """Seconds of a step with so many."""
+        return self.base + self.each * num_sequences
+
+
+def line_of(worker: WorkerView) -> DecodeLine:
+    """Return what a worker measured."""
+    return DecodeLine(worker.decode_base_seconds, worker.decode_seconds_per_sequence)
+
+
+def step_there(source: WorkerView, target: WorkerView, num_sequences: int) -> float:
+    """Return the seconds of a step at ``target`` with so many; as at ``source`` if not known."""
+    there = line_of(target)
+    return (there if there.each else line_of(source)).at(num_sequences)
+
+
+def would_gain(source: WorkerView, target: WorkerView) -> bool:
+    """Whether another worker could take decodes that a worker has, as both told, to some avail."""
+    longer = line_of(source).at(source.num_decoding)
+    if source.num_decoding < 2 or source.devices & target.devices:
+        return False
+    return longer - step_there(source, target, target.num_decoding + 1) > MIN_GAIN * longer
+
+
+def plan_spread(
+    workers: Sequence[WorkerView],
+    decodes: Sequence[DecodeView],
+    counts: Mapping[Incarnation, int],
+    num_moving: int = 0,
+) -> list[Migration]:
+    """Return the moves to begin now, while ``num_moving`` are under way.
+
+    ``counts`` are the sequences that decode at each worker, or are on their way to it.
+    """
+    number = Counter(counts)
+    used = {worker.key: worker.used_blocks for worker in workers}
+    here: defaultdict[Incarnation, list[DecodeView]] = defaultdict(list)
+    for decode in sorted(decodes, key=lambda d: (d.num_left, -d.num_blocks, d.request_id)):
+        if decode.is_movable and not decode.has_moved:
+            here[decode.worker].append(decode)
+    by_step = sorted(workers, key=lambda w: (line_of(w).at(number[w.key]), w.worker_id))
+    sources = [w for w in by_step if here[w.key] and line_of(w).each and not w.is_draining]
+    targets = [w for w in by_step if w.can_decode and not w.uncomputed_tokens]
+    sources, targets = sources[-MAX_CONSIDERED:], targets[:MAX_CONSIDERED]
+    moves: list[Migration] = []
+    while num_moving + len(moves) < MAX_SPREADING:
+        move = _next_move(sources, targets, here, number, used)
+        if move is None:
+            break
+        moves.append(move)
+        number[move.source] -= 1
+        number[move.target] += 1
+        used[move.target] += move.num_blocks
+        here[move.source].pop()
+    return moves
+
+
+def _next_move(
+    sources: Sequence[WorkerView],
+    targets: Sequence[WorkerView],
+    here: Mapping[Incarnation, list[DecodeView]],
+    number: Mapping[Incarnation, int],
+    used: Mapping[Incarnation, int],
+) -> Migration | None:
+    """Return the most that one move gains the longest step that gains anything."""
+    for source in sorted(sources, key=lambda w: -line_of(w).at(number[w.key])):
+        if not here[source.key]:
+            continue
+        decode = here[source.key][-1]
+        longer = line_of(source).at(number[source.key])
+        best: tuple[float, WorkerView] | None = None
+        for target in targets:
+            if not _can_take(target, source, used[target.key] + decode.num_blocks):
+                continue
+            there = step_there(source, target, number[target.key] + 1)
+            gain = longer - there
+            cost = STILL_SECONDS + decode.num_blocks * source.block_bytes / link_rate(
+                source, target
+            )
+            is_worth_it = gain > MIN_GAIN * longer and gain * decode.num_left >= PAYS * cost
+            if is_worth_it and (best is None or gain > best[0]):
+                best = gain, target
+        if best is not None:
+            gain, target = best
+            reason = f"steps of {1e3 * longer:.1f} ms here, {1e3 * (longer - gain):.1f} ms there"
+            return Migration(decode.request_id, source.key, target.key, decode.num_blocks, reason)
+    return None
+
+
+def _can_take(target: WorkerView, source: WorkerView, num_used: int) -> bool:
+    return (
+        target.key != source.key
+        and takes_decodes_of(target, source)
+        and not source.devices & target.devices
+        and num_used <= MAX_TARGET_SHARE * target.total_blocks
+        and source.pairing_with(target) is not Pairing.BROKEN
+    )

@@ -1,0 +1,164 @@
+"""Decodes that move from long batches to short ones."""
+
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.ids import RequestId
+from services.controller.policy.migration import MAX_TARGET_SHARE, DecodeView
+from services.controller.policy.spread import (
+    MAX_SPREADING,
+    MIN_GAIN,
+    PAYS,
+    STILL_SECONDS,
+    plan_spread,
+    step_there,
+    would_gain,
+)
+from services.controller.policy.views import Incarnation, WorkerView
+from tests.unit.controller.policy.builders import BROKEN, C, D, P, key, worker
+
+LINE = (0.005, 0.001)
+
+
+def decodes(where: str, count: int, num_left: int = 200, blocks: int = 2) -> list[DecodeView]:
+    return [
+        DecodeView(RequestId(f"{where}-{n:03}"), key(where), blocks, num_left=num_left)
+        for n in range(count)
+    ]
+
+
+def spread(
+    workers: list[WorkerView], running: list[DecodeView], num_moving: int = 0
+) -> list[tuple[str, str, str]]:
+    counts = Counter(decode.worker for decode in running)
+    moves = plan_spread(workers, running, counts, num_moving)
+    return [(move.request_id, move.source[0], move.target[0]) for move in moves]
+
+
+def test_decodes_move_until_steps_are_nearly_as_long_on_either_side() -> None:
+    workers = [worker("d0", D, line=LINE), worker("d1", D, line=LINE)]
+    moves = spread(workers, decodes("d0", 20))
+    assert {(source, target) for _, source, target in moves} == {("d0", "d1")}
+    left = 20 - len(moves)
+    longer = 0.005 + 0.001 * left
+    assert longer - (0.005 + 0.001 * (len(moves) + 1)) <= MIN_GAIN * longer, "one more is no gain"
+    assert left > len(moves)
+    assert len(moves) == 9
+
+
+def test_a_worker_that_is_twice_as_fast_gets_twice_as_many() -> None:
+    workers = [worker("d0", D, line=(0.0, 0.002)), worker("d1", D, line=(0.0, 0.001))]
+    moves = spread(workers, decodes("d0", 15))
+    assert len(moves) == 10
+    assert spread([workers[0], workers[1]], decodes("d1", 3)) == []
+
+
+def test_whose_line_is_not_known_is_taken_for_as_fast() -> None:
+    workers = [worker("d0", D, line=LINE), worker("d1", D)]
+    assert len(spread(workers, decodes("d0", 20))) == 9
+    assert spread(workers, decodes("d1", 20)) == [], "of d1 nothing is known to gain"
+
+
+def test_a_small_gain_moves_nothing() -> None:
+    flat = (0.0046, 0.00005)
+    assert spread([worker("d0", D, line=flat), worker("d1", D, line=flat)], decodes("d0", 8)) == []
+
+
+def test_what_is_nearly_done_stays() -> None:
+    workers = [worker("d0", D, line=LINE), worker("d1", D, line=LINE)]
+    gain = 0.025 - 0.006
+    cost = STILL_SECONDS + 2 * 1_000_000 / 1e9
+    enough = int(PAYS * cost / gain) + 1
+    assert spread(workers, decodes("d0", 20, num_left=enough - 1)) == []
+    assert spread(workers, decodes("d0", 20, num_left=enough)) != []
+
+
+def test_a_slow_link_must_pay_as_well() -> None:
+    slow = worker("d0", D, line=LINE, links={"d1": 1e6})
+    assert spread([slow, worker("d1", D, line=LINE)], decodes("d0", 20)) == []
+
+
+def test_those_with_most_to_draw_go_first_and_of_them_the_smallest() -> None:
+    running = [
+        DecodeView(RequestId("long"), key("d0"), 9, num_left=500),
+        DecodeView(RequestId("long, small"), key("d0"), 2, num_left=500),
+        *decodes("d0", 10, num_left=100),
+    ]
+    moves = spread([worker("d0", D, line=LINE), worker("d1", D, line=LINE)], running)
+    assert [name for name, _, _ in moves][:2] == ["long, small", "long"]
+
+
+def test_who_moved_lately_or_cannot_move_stays() -> None:
+    workers = [worker("d0", D, line=LINE), worker("d1", D, line=LINE)]
+    running = [
+        DecodeView(RequestId(f"r{n}"), key("d0"), 2, n % 2 == 0, num_left=200, has_moved=n % 2 == 0)
+        for n in range(20)
+    ]
+    assert spread(workers, running) == []
+
+
+def test_only_so_many_are_under_way_at_once() -> None:
+    workers = [worker("d0", D, line=LINE), worker("d1", D, line=LINE)]
+    running = decodes("d0", 100)
+    assert len(spread(workers, running)) == MAX_SPREADING
+    assert len(spread(workers, running, num_moving=MAX_SPREADING - 3)) == 3
+    assert spread(workers, running, num_moving=MAX_SPREADING) == []
+
+
+def test_who_cannot_take_them_gets_none() -> None:
+    source = worker("d0", D, line=LINE, pairings={"broken": BROKEN}, devices=("GPU-1", "GPU-2"))
+    others = [
+        worker("idle", P),
+        worker("busy", D, uncomputed=5),
+        worker("leaving", D, is_draining=True),
+        worker("silent", D, has_heartbeat=False),
+        worker("broken", D),
+        worker("full", D, used=int(1000 * MAX_TARGET_SHARE) - 1),
+        worker("combined", C),
+        worker("same", D, devices=("GPU-2",)),
+    ]
+    assert spread([source, *others], decodes("d0", 20)) == []
+    helper = worker("helper", P, may_decode=True, devices=("GPU-3",))
+    assert len(spread([source, *others, helper], decodes("d0", 20))) == 9
+
+
+def test_a_worker_that_drains_is_left_to_the_drain() -> None:
+    workers = [worker("d0", D, line=LINE, is_draining=True), worker("d1", D, line=LINE)]
+    assert spread(workers, decodes("d0", 20)) == []
+
+
+def test_an_idle_worker_is_of_use_where_batches_are_long() -> None:
+    idle = worker("p", P)
+    assert would_gain(worker("d", D, line=LINE, decoding=20), idle)
+    assert not would_gain(worker("d", D, line=LINE, decoding=1), idle)
+    assert not would_gain(worker("d", D, decoding=20), idle)
+    assert not would_gain(idle, idle)
+    shared = ("GPU-1",)
+    one = worker("d", D, line=LINE, decoding=20, devices=shared)
+    assert not would_gain(one, worker("p", P, devices=shared))
+
+
+@given(
+    lines=st.lists(
+        st.tuples(st.floats(0.001, 0.02), st.floats(0.0001, 0.002)), min_size=2, max_size=12
+    ),
+    numbers=st.lists(st.integers(0, 40), min_size=12, max_size=12),
+)
+def test_no_move_makes_the_longest_step_longer(
+    lines: list[tuple[float, float]], numbers: list[int]
+) -> None:
+    workers = [worker(f"d{n}", D, line=line) for n, line in enumerate(lines)]
+    counts = Counter({w.key: number for w, number in zip(workers, numbers, strict=False)})
+    running = [each for w in workers for each in decodes(w.worker_id, counts[w.key])]
+
+    def longest(held: Counter[Incarnation]) -> float:
+        return max(step_there(w, w, held[w.key]) for w in workers)
+
+    for move in plan_spread(workers, running, counts):
+        before = longest(counts)
+        counts[move.source] -= 1
+        counts[move.target] += 1
+        assert longest(counts) <= before
+        assert min(counts.values()) >= 0
