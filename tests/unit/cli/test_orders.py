@@ -59,6 +59,7 @@ DONE = OrderDone(message="ordered")
 def _poll_fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(orders_module, "POLL_SECONDS", 0.001)
     monkeypatch.setattr(orders_module, "SETTLE_SECONDS", 0.0)
+    monkeypatch.setattr(admin_module, "DEADLINE_SECONDS", 60.0)
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from services.cli.supervisor.plan import ProcessSpec, Stage
 from services.cli.supervisor.supervisor import Supervisor
 
 CHILD = "tests.unit.cli.trivial_child"
-DEADLINE_SECONDS = 20.0
+DEADLINE_SECONDS = 60.0
 
 
 class Told:

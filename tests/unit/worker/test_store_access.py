@@ -106,12 +106,12 @@ async def test_reads_take_as_long_as_at_a_link_of_the_rate(store: FileStore, poo
 async def test_a_worker_that_ends_does_not_wait_for_the_link(
     store: FileStore, pool: KVPool
 ) -> None:
-    link = SharedLink(BLOCK_BYTES)
+    link = SharedLink(BLOCK_BYTES // 16)
     access = access_to(store, pool, link)
     reading = asyncio.ensure_future(access.read(HASHES, range(8), None))
     while store.stats().num_hits < 8:
         await asyncio.sleep(0)
     began = monotonic()
     await asyncio.to_thread(access.close)
-    assert monotonic() - began < 4.0, "eight seconds at the link's rate"
+    assert monotonic() - began < 60.0, "two minutes at the link's rate"
     assert (await reading).num_blocks == 8

@@ -1,9 +1,11 @@
 """Blocks pass the buffer between store and pool as they are, whatever room there is."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
+from threading import Event
+from time import perf_counter
 
 import numpy as np
 import pytest
@@ -174,20 +176,30 @@ async def test_a_prefix_with_holes_in_the_tier_is_read_in_order(rig: Rig) -> Non
     assert rig.has(24)
 
 
-def test_a_read_waits_for_room_and_then_goes_on(rig: Rig) -> None:
+def test_a_read_waits_for_room_and_then_goes_on(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     store_chain(rig.storage, HASHES)
     access, buffer = rig.open(2)
     taken = [*buffer.take(1), *buffer.take(1)]
+    is_waiting, wait_for = Event(), buffer._changed.wait_for
+
+    def say_and_wait(is_so: Callable[[], object]) -> object:
+        is_waiting.set()
+        return wait_for(is_so)
+
+    monkeypatch.setattr(buffer._changed, "wait_for", say_and_wait)
     with ThreadPoolExecutor(1) as thread:
         reading = thread.submit(access._read, HASHES, IDS, None)
+        assert is_waiting.wait(SECONDS)
+        since = perf_counter()
         with pytest.raises(TimeoutError):
             reading.result(timeout=0.05)
+        waited = perf_counter() - since
         assert rig.storage.stats().num_hits == 0
         buffer.give_back(taken[:1])
         assert reading.result(timeout=SECONDS).num_blocks == 24
     buffer.give_back(taken[1:])
     assert rig.has(24)
-    assert access.buffer_stats().wait_seconds >= 0.05
+    assert access.buffer_stats().wait_seconds >= waited >= 0.05
 
 
 @pytest.mark.parametrize("num_slots", [1, 3])
