@@ -228,7 +228,7 @@ class HandoffPairMachine(RuleBasedStateMachine):
 
 
 HandoffPairMachine.TestCase.settings = settings(
-    max_examples=200, stateful_step_count=50, deadline=None, derandomize=True
+    max_examples=100, stateful_step_count=50, deadline=None, derandomize=True
 )
 TestHandoffPair = HandoffPairMachine.TestCase
 

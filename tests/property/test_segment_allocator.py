@@ -164,7 +164,7 @@ class AllocatorMachine(RuleBasedStateMachine):
 
 
 AllocatorMachine.TestCase.settings = settings(
-    max_examples=150, stateful_step_count=30, deadline=None, derandomize=True
+    max_examples=80, stateful_step_count=30, deadline=None, derandomize=True
 )
 TestAllocatorMachine = AllocatorMachine.TestCase
 

@@ -99,8 +99,10 @@ class AloneMachine(FolderMachine):
     num_stores = 1
 
 
+few = settings(max_examples=30, stateful_step_count=25, deadline=None, derandomize=True)
+
 TestAlone = AloneMachine.TestCase
-TestAlone.settings = settings(max_examples=30, stateful_step_count=25, deadline=None)
+TestAlone.settings = few
 
 TestFolder = FolderMachine.TestCase
-TestFolder.settings = settings(max_examples=30, stateful_step_count=25, deadline=None)
+TestFolder.settings = few
