@@ -15,6 +15,7 @@ from services.cli.bench import app as bench_app
 from services.cli.bench_serve_client import RequestRecord
 from services.cli.bench_serve_load import FIRST_TOKEN_ID, Arrival, PromptKind, Workload
 from services.cli.bench_serve_report import Slo, quantiles, summarize
+from tests.support.held_port import held_port
 
 Reply = Callable[[int, dict], list[bytes]]
 """(number of the completion, its body) to the parts that are written; then the connection ends."""
@@ -187,11 +188,10 @@ def test_a_missing_completion_is_told_by_kind_and_ends_with_1(tmp_path, reply, k
 
 
 def test_a_server_that_is_not_there_is_refused_with_2():
-    with running(whole) as server:
-        port = server.port
     gone = FakeServer(whole)
-    gone.port = port
-    assert bench(gone)[0] == 2
+    with held_port() as port:
+        gone.port = port
+        assert bench(gone)[0] == 2
 
 
 def test_a_file_that_cannot_be_written_is_refused_before_the_first_request(tmp_path):

@@ -20,6 +20,7 @@ from services.cli import check
 from services.cli.admin import Order
 from services.cli.main import app
 from services.cli.supervisor.serve import told_dtype
+from tests.support.held_port import held_port
 
 MODEL_CONFIG = {
     "model_type": "llama",
@@ -386,8 +387,7 @@ def test_logs_say_when_there_is_nothing(tmp_path: Path) -> None:
 
 
 def test_chat_without_a_gateway_says_how_to_start_one() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-    code, _, err = run("chat", "--port", str(port))
+    with held_port() as port:
+        code, _, err = run("chat", "--port", str(port))
     assert code == 2
     assert "start one with `flowpath serve`, or name its port with --port" in err

@@ -1,3 +1,4 @@
+import selectors
 import socket
 
 import pytest
@@ -5,25 +6,31 @@ import pytest
 from common.errors import ConfigError
 from services.cli.supervisor.prepare import claim_port, shared_port
 from services.gateway.listener import bind_listener
+from tests.support.held_port import held_port
 
 HOST = "127.0.0.1"
+SECONDS = 30.0
 
 
 def test_gateways_share_a_port_that_their_supervisor_holds():
-    port = claim_port(HOST, 0)
     with (
+        held_port(HOST) as port,
         shared_port(HOST, port),
         bind_listener(HOST, port, is_shared=True) as first,
         bind_listener(HOST, port, is_shared=True) as second,
     ):
-        first.setblocking(False)
-        second.setblocking(False)
-        clients = [socket.create_connection((HOST, port), timeout=5) for _ in range(64)]
-        counts = [_num_accepted(listener) for listener in (first, second)]
+        clients = [socket.create_connection((HOST, port), timeout=SECONDS) for _ in range(64)]
+        counts = _nums_accepted([first, second], len(clients))
         for client in clients:
             client.close()
     assert sum(counts) == 64, "the socket that only holds the port must take no connection"
     assert min(counts) > 0, f"one gateway got none of 64 connections: {counts}"
+
+
+def test_a_free_port_can_be_claimed_by_its_number_or_by_none():
+    with held_port(HOST) as port:
+        assert claim_port(HOST, port) == port
+    assert claim_port(HOST, 0) > 0
 
 
 @pytest.mark.parametrize("is_shared", [False, True], ids=["alone", "shared by others"])
@@ -44,11 +51,14 @@ def test_one_gateway_alone_refuses_a_port_in_use():
         bind_listener(HOST, others.getsockname()[1], is_shared=False)
 
 
-def _num_accepted(listener: socket.socket) -> int:
-    count = 0
-    while True:
-        try:
-            listener.accept()[0].close()
-        except BlockingIOError:
-            return count
-        count += 1
+def _nums_accepted(listeners: list[socket.socket], total: int) -> list[int]:
+    """Accept so many connections in all; fewer where no more come for long."""
+    counts = [0] * len(listeners)
+    with selectors.DefaultSelector() as selector:
+        for number, listener in enumerate(listeners):
+            selector.register(listener, selectors.EVENT_READ, number)
+        while sum(counts) < total and (ready := selector.select(SECONDS)):
+            for key, _ in ready:
+                listeners[key.data].accept()[0].close()
+                counts[key.data] += 1
+    return counts

@@ -8,7 +8,7 @@ from common.config.settings import Settings
 from common.errors import ConfigError
 from common.telemetry.exposition import metrics_served
 from services.cli.supervisor.plan import plan_processes
-from services.cli.supervisor.prepare import claim_port
+from tests.support.held_port import held_port
 
 
 def listening_ports() -> set[tuple[str, int]]:
@@ -25,8 +25,7 @@ def test_without_a_port_nothing_listens():
 def test_metrics_are_served_on_loopback_alone_and_for_the_block_alone():
     registry = CollectorRegistry()
     Counter("flowpath_seen", "Seen.", registry=registry).inc(3)
-    port = claim_port("127.0.0.1", 0)
-    with metrics_served(registry, port):
+    with held_port() as port, metrics_served(registry, port):
         assert ("127.0.0.1", port) in listening_ports()
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as page:
             assert b"flowpath_seen_total 3.0" in page.read()
