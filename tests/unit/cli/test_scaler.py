@@ -4,9 +4,11 @@ The last tests start real, trivial processes.
 """
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -25,6 +27,7 @@ from tests.unit.cli.test_supervisor import CHILD, DEADLINE_SECONDS, Told, until_
 
 P0, P1, D0 = WorkerId("prefill-0"), WorkerId("prefill-1"), WorkerId("decode-0")
 BUDGET = 3
+MARKS = itertools.count()
 
 
 @pytest.fixture(autouse=True)
@@ -67,43 +70,53 @@ def hello(*running: WorkerId, backend: str = Kept.backend) -> ScalerHello:
     return ScalerHello(backend=backend, host=host_id(), max_workers=BUDGET, running=running)
 
 
+class Played(NamedTuple):
+    """A scripted controller, and the link on which a scaler listens to it."""
+
+    controller: ScriptedAdmin
+    link: ScalerLink
+
+    async def settled(self) -> None:
+        """Wait until all that was said has been carried out, by what is said last."""
+        last = f"mark {next(MARKS)}"
+        self.controller.say(AdminRefused(command="ScalerHello", message=last))
+        # Looked at again with every hello.
+        await self.controller.board.wait_for(last, lambda: self.link._last_refusal == last)
+
+
 @asynccontextmanager
 async def scaling(
     folder: Path, scaler: Scaler, tell: Callable[[str], None] = print
-) -> AsyncIterator[ScriptedAdmin]:
+) -> AsyncIterator[Played]:
     """Let a scaler speak with a scripted controller, which has heard of it."""
     settings = settings_of(folder)
     async with scripted_admin(settings, lambda _message: None) as controller:
-        link = asyncio.get_running_loop().create_task(ScalerLink(settings, scaler, tell).run())
+        link = ScalerLink(settings, scaler, tell)
+        run = asyncio.get_running_loop().create_task(link.run())
         try:
             await controller.hears(hello(*scaler.running(), backend=scaler.backend))
-            yield controller
+            yield Played(controller, link)
         finally:
-            link.cancel()
-            await asyncio.gather(link, return_exceptions=True)
-
-
-async def settled(controller: ScriptedAdmin) -> None:
-    """Wait until all that was said has been carried out: two more hellos have come."""
-    count = len(controller.got)
-    await controller.board.wait_for("two hellos", lambda: len(controller.got) >= count + 2)
+            run.cancel()
+            await asyncio.gather(run, return_exceptions=True)
 
 
 async def test_a_scaler_says_again_and_again_what_it_keeps(tmp_path: Path) -> None:
     scaler = Kept(P0, D0)
-    async with scaling(tmp_path, scaler) as controller:
-        await settled(controller)
-    assert len(controller.got) >= 3
+    async with scaling(tmp_path, scaler) as played:
+        controller = played.controller
+        await controller.board.wait_for("three hellos", lambda: len(controller.got) >= 3)
     assert all(message == hello(P0, D0) for message in controller.got)
 
 
 async def test_a_worker_is_started_once_however_often_it_is_asked_for(tmp_path: Path) -> None:
     scaler, told = Kept(P0, D0), Told()
-    async with scaling(tmp_path, scaler, told) as controller:
+    async with scaling(tmp_path, scaler, told) as played:
+        controller = played.controller
         for _ in range(3):
             controller.say(StartWorker(worker_id=P1, role=Role.PREFILL))
         await controller.hears(hello(P0, D0, P1))
-        await settled(controller)
+        await played.settled()
     assert scaler.started == [(P1, Role.PREFILL)]
     assert told.lines == ["starting prefill-1 under load (prefill)"]
 
@@ -113,10 +126,11 @@ async def test_no_worker_is_started_above_the_budget_though_one_of_them_is_endin
 ) -> None:
     more = WorkerId("decode-1")
     scaler = Kept(P0, D0, P1)
-    async with scaling(tmp_path, scaler) as controller:
+    async with scaling(tmp_path, scaler) as played:
+        controller = played.controller
         controller.say(StopWorker(worker_id=P1))
         controller.say(StartWorker(worker_id=more, role=Role.DECODE))
-        await settled(controller)
+        await played.settled()
         assert (scaler.stopped, scaler.started) == ([P1], [])
         scaler.end(P1)
         controller.say(StartWorker(worker_id=more, role=Role.DECODE))
@@ -126,19 +140,20 @@ async def test_no_worker_is_started_above_the_budget_though_one_of_them_is_endin
 
 async def test_a_worker_is_stopped_once_and_its_name_can_be_used_again(tmp_path: Path) -> None:
     scaler, told = Kept(P0, P1), Told()
-    async with scaling(tmp_path, scaler, told) as controller:
+    async with scaling(tmp_path, scaler, told) as played:
+        controller = played.controller
         for _ in range(3):
             controller.say(StopWorker(worker_id=P1))
         controller.say(StopWorker(worker_id=D0))  # unknown here
         controller.say(StartWorker(worker_id=P1, role=Role.PREFILL))  # still ending
-        await settled(controller)
+        await played.settled()
         assert (scaler.stopped, scaler.started) == ([P1], [])
         scaler.end(P1)
         await controller.hears(hello(P0))
         controller.say(StartWorker(worker_id=P1, role=Role.PREFILL))
         await told.until("starting prefill-1")
         controller.say(StopWorker(worker_id=P1))
-        await settled(controller)
+        await played.settled()
     assert scaler.stopped == [P1, P1]
     assert told.lines[0] == "stopping prefill-1: load is low"
 
@@ -146,9 +161,10 @@ async def test_a_worker_is_stopped_once_and_its_name_can_be_used_again(tmp_path:
 async def test_a_worker_that_cannot_be_started_is_not_told_as_started(tmp_path: Path) -> None:
     scaler, told = Kept(P0), Told()
     scaler.refusal = "no room"
-    async with scaling(tmp_path, scaler, told) as controller:
+    async with scaling(tmp_path, scaler, told) as played:
+        controller = played.controller
         controller.say(StartWorker(worker_id=P1, role=Role.PREFILL))
-        await settled(controller)
+        await played.settled()
         scaler.refusal = None
         controller.say(StartWorker(worker_id=P1, role=Role.PREFILL))
         await told.until("starting prefill-1")
@@ -157,15 +173,16 @@ async def test_a_worker_that_cannot_be_started_is_not_told_as_started(tmp_path: 
 
 async def test_a_controller_that_knows_no_scalers_is_spoken_to_on(tmp_path: Path) -> None:
     scaler = Kept(P0)
-    async with scaling(tmp_path, scaler) as controller:
+    async with scaling(tmp_path, scaler) as played:
+        controller = played.controller
         controller.say(AdminRefused(command="ScalerHello", message="it is not known here"))
-        await settled(controller)
+        await played.settled()
 
 
 async def test_a_controller_that_is_started_anew_is_told_and_obeyed(tmp_path: Path) -> None:
     scaler, settings = Kept(P0, D0), settings_of(tmp_path)
-    async with scaling(tmp_path, scaler) as first:
-        first.close()
+    async with scaling(tmp_path, scaler) as played:
+        played.controller.close()
         async with scripted_admin(settings, lambda _message: None) as second:
             await second.hears(hello(P0, D0))
             second.say(StartWorker(worker_id=P1, role=Role.PREFILL))
@@ -195,7 +212,8 @@ async def test_processes_come_and_go_as_the_controller_says(
     async with asyncio.timeout(DEADLINE_SECONDS), asyncio.TaskGroup() as tasks:
         run = tasks.create_task(supervisor.run())
         scaler = ProcessScaler(supervisor, is_combined=False)
-        async with scaling(tmp_path, scaler) as controller:
+        async with scaling(tmp_path, scaler) as played:
+            controller = played.controller
             controller.say(StartWorker(worker_id=P1, role=Role.PREFILL))
             await controller.hears(hello(P0, D0, P1, backend=scaler.backend))
             await until_running(supervisor, P0, P1, D0)
