@@ -1,6 +1,8 @@
 """Rules that every source file obeys and that no linter knows."""
 
 import ast
+from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -32,6 +34,11 @@ UNSAFE_CALLS = (
 )
 
 
+@cache
+def imports(path: Path) -> Sequence[tuple[int, str]]:
+    return tuple(imports_of(path))
+
+
 def test_the_rules_see_the_source() -> None:
     assert len(PROGRAM) > 80
     assert ROOT / "common" / "messages" / "codec.py" in PROGRAM
@@ -55,7 +62,7 @@ def test_nothing_reads_or_writes_code_as_data() -> None:
     found = [
         f"{name_of(path)}:{line} imports {name}"
         for path in EVERYTHING
-        for line, name in imports_of(path)
+        for line, name in imports(path)
         if name.split(".")[0] in UNSAFE_MODULES
     ]
     found += [
@@ -71,7 +78,7 @@ def test_zmq_is_spoken_in_one_package_alone() -> None:
     speakers = {
         path.parent
         for path in EVERYTHING
-        for _, name in imports_of(path)
+        for _, name in imports(path)
         if name.split(".")[0] == "zmq"
     }
     assert speakers == {ROOT / "common" / "transport"}

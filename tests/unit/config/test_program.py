@@ -1,6 +1,8 @@
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,10 @@ from common.config.load import save_settings
 from common.config.program import run_program
 from common.config.settings import Settings
 from common.errors import ConfigError
+from services.controller import __main__ as controller
+from services.decode import __main__ as decode
+from services.gateway import __main__ as gateway
+from services.prefill import __main__ as prefill
 
 
 def test_a_program_gets_its_settings_and_name_and_returns_its_code(tmp_path: Path) -> None:
@@ -36,22 +42,47 @@ def test_a_config_error_is_told_and_ends_with_code_2(capsys: pytest.CaptureFixtu
     assert why == "flowpath decode: model.safetensors is missing"
 
 
-@pytest.mark.parametrize("program", ["controller", "gateway", "prefill"])
-def test_an_unusable_log_dir_ends_a_program_with_code_2_and_no_traceback(
-    tmp_path: Path, program: str
-) -> None:
+@pytest.fixture
+def bad_log_dir(tmp_path: Path) -> Path:
+    """Name a log folder that cannot be made; ``s.json`` has the settings that name it."""
     (tmp_path / "file").write_text("")
     settings = Settings(port=7, run_dir=tmp_path / "run", log_dir=tmp_path / "file" / "logs")
     save_settings(settings, tmp_path / "s.json")
+    return settings.log_dir
+
+
+@pytest.mark.parametrize(
+    "main",
+    [
+        controller.main,
+        partial(run_program, "gateway", "gateway-0", body=gateway.serve),
+        prefill.main,
+        decode.main,
+    ],
+    ids=["controller", "gateway", "prefill", "decode"],
+)
+def test_an_unusable_log_dir_is_told_by_every_program(
+    tmp_path: Path,
+    bad_log_dir: Path,
+    main: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(argv=["--settings", str(tmp_path / "s.json")]) == 2
+    assert f"log_dir {bad_log_dir} cannot be used" in capsys.readouterr().err
+
+
+def test_an_unusable_log_dir_ends_a_program_with_code_2_and_no_traceback(
+    tmp_path: Path, bad_log_dir: Path
+) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", f"services.{program}", "--settings", str(tmp_path / "s.json")],
+        [sys.executable, "-m", "services.controller", "--settings", str(tmp_path / "s.json")],
         check=False,
         capture_output=True,
         text=True,
         timeout=60,
     )
     assert done.returncode == 2
-    assert f"log_dir {settings.log_dir} cannot be used" in done.stderr
+    assert f"log_dir {bad_log_dir} cannot be used" in done.stderr
     assert "Traceback" not in done.stderr
 
 
