@@ -287,12 +287,17 @@ async def test_load_that_falls_stops_the_decode_worker_that_it_brought_and_keeps
 
 
 def _moves(found: Explanation) -> list[int]:
-    """Return the bytes of each move of a request off the extra worker; it was computed once."""
+    """Return the bytes of each move of a request off the extra worker; it was computed once.
+
+    None where it did not leave because that worker drained: decodes move to shorter batches, too.
+    """
     names = [phase.name for phase in found.phases]
     assert names.count("prefill") == 1, names
     assert "resume" not in names, names
     moves = [d for d in found.decisions if d.event == "migration_started"]
-    assert {dict(move.inputs)["source"] for move in moves} <= {EXTRA}
-    assert {move.reason for move in moves} <= {"drain"}
+    drained = [move for move in moves if move.reason == "drain"]
+    assert {dict(move.inputs)["source"] for move in drained} <= {EXTRA}
     assert names.count("migration") == len(moves)
+    if not drained:
+        return []
     return [p.num_bytes for p in found.phases if p.name == "transfer" and p.worker == EXTRA]
