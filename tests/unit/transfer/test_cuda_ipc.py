@@ -12,7 +12,7 @@ from common.kv.device_pool import DevicePool
 from common.kv.layout import KVLayout
 from common.kv.pool import KVPool
 from common.messages.fields import CudaPoolHandle
-from common.transfer import cuda_movers
+from common.transfer import cuda_movers, tcp_greeting
 from common.transfer.cuda_ipc import (
     CudaIpcBackend,
     CudaIpcExport,
@@ -417,7 +417,10 @@ def test_the_checksum_of_the_fake_is_the_native_one(near: Pair) -> None:
     assert near.source.checksum([2])[0] == flowpath_native.checksum(content)
 
 
-def test_a_gpu_pool_is_offered_over_tcp_by_way_of_host_memory(near: Pair) -> None:
+def test_a_gpu_pool_is_offered_over_tcp_by_way_of_host_memory(
+    near: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tcp_greeting, "HELLO_SECONDS", 60.0)
     ours = open_transports(near.source, 30.0, "tcp", "")
     theirs = open_transports(near.target, 30.0, "tcp", "127.0.0.1")
     assert ours.names == theirs.names == ("tcp",)
