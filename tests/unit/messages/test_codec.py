@@ -1,4 +1,5 @@
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import msgpack
@@ -23,6 +24,12 @@ from tests.support.message_builders import a_message, all_messages, an_example, 
 ENVELOPE = Envelope("prefill-0", Epoch(5), 1, 2, "req-1")
 GOODBYE = {"reason": "bye"}
 ENDLESS_NUMBER = 10**30
+PAYLOADS = st.lists(st.binary(max_size=20), max_size=MAX_FRAMES - 1)
+
+
+@cache
+def message_of(name: str) -> st.SearchStrategy[Any]:  # Any: one of all the messages
+    return a_message(all_messages()[name])
 
 
 def header(**changed: Any) -> bytes:  # Any: fields of the wrong type are the point
@@ -53,8 +60,8 @@ def refusal_of(*frames: bytes, union: Any = WorkerToController) -> str:
 @given(st.data())
 @pytest.mark.parametrize("name", sorted(all_messages()))
 def test_a_message_comes_back_as_it_was_sent(name: str, data: st.DataObject) -> None:
-    message = data.draw(a_message(all_messages()[name]))
-    payload = tuple(data.draw(st.lists(st.binary(max_size=20), max_size=MAX_FRAMES - 1)))
+    message = data.draw(message_of(name))
+    payload = tuple(data.draw(PAYLOADS))
     codec = codec_of(type(message))
     received = codec.decode(codec.encode(ENVELOPE, message, payload))
     assert (received.message, received.payload, received.envelope) == (message, payload, ENVELOPE)
