@@ -1,13 +1,15 @@
+import io
 import json
 import logging
 import socket
 import stat
 from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
 import structlog
-from typer.testing import CliRunner
+from typer.main import get_command
 
 from common.config.environment import environment
 from common.config.settings import Settings
@@ -21,6 +23,9 @@ from services.cli.admin import Order
 from services.cli.main import app
 from services.cli.supervisor.serve import told_dtype
 from tests.support.held_port import held_port
+
+COMMAND = get_command(app)
+"""Made once: it has every setting as a flag of every program."""
 
 MODEL_CONFIG = {
     "model_type": "llama",
@@ -57,8 +62,11 @@ def _own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(*arguments: str) -> tuple[int, str, str]:
-    result = CliRunner().invoke(app, list(arguments))
-    return result.exit_code, result.stdout, result.stderr
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit) as ended:
+        COMMAND.main(list(arguments), prog_name="flowpath")
+    assert isinstance(ended.value.code, int)
+    return ended.value.code, out.getvalue(), err.getvalue()
 
 
 def test_version_is_printed() -> None:
