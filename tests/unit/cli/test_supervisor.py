@@ -234,10 +234,11 @@ from pathlib import Path
 from tests.unit.cli.test_supervisor import Stage, make, until_running
 
 async def main():
-    supervisor = make(Path(sys.argv[1]), print, ("w", Stage.WORKER), ("stubborn", Stage.WORKER))
+    names = ("real-w", "real-stubborn")
+    supervisor = make(Path(sys.argv[1]), print, *((name, Stage.WORKER) for name in names))
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(supervisor.run())
-        await until_running(supervisor, "w", "stubborn")
+        await until_running(supervisor, *names)
         print("pids", *(kept.child.pid for kept in supervisor._kept.values()), flush=True)
 
 asyncio.run(main())
