@@ -16,8 +16,8 @@ from tests.support.undisturbed import Undisturbed, greedy_bodies, run_quietly
 
 pytestmark = [pytest.mark.chaos, pytest.mark.e2e]
 
-NUM_LONG, NUM_SOAK_LONG = 12, 36
-NUM_CROWDED, MAX_CROWDED = 88, 264
+NUM_LONG, NUM_SOAK_LONG = 8, 36
+NUM_CROWDED, MAX_CROWDED = 66, 264
 """So many clients come at least, and in the soak the most at once; as long as no cancel has met one
 of the phases, as many come again, up to the most."""
 PHASES = {"waiting", "prefilling", "sending", "decoding"}

@@ -92,8 +92,8 @@ async def _kill_under_load(model_folder: Path, encode: Encode, num_kills: int) -
             for worker in report.workers:
                 assert worker.kv is not None
                 assert worker.kv.total == worker.kv.free + worker.kv.cached, worker.id
-            for request in quiet:
-                assert await request.ask_again(client.ask, is_stream=True) is None
+            again = (request.ask_again(client.ask, is_stream=True) for request in quiet)
+            assert await asyncio.gather(*again) == [None] * len(quiet)
             assert (await client.http.get("/health")).status_code == 200
         held = served.footprint()
         assert len(held.memory_files) == NUM_WORKERS

@@ -108,7 +108,7 @@ async def test_a_session_from_the_ready_line_to_ctrl_c(model_folder: Path) -> No
 
             began = [asyncio.Event() for _ in range(3)]
             async with asyncio.TaskGroup() as group:
-                streams = [group.create_task(stream(client, 60, event)) for event in began]
+                streams = [group.create_task(stream(client, 24, event)) for event in began]
                 for event in began:
                     await event.wait()
                 held = served.footprint()
@@ -164,7 +164,7 @@ def _question(number: int) -> Json:
     """Ask what shares no block with another question and takes a while."""
     words = f"{number} " * 200
     body: Json = {"messages": [{"role": "user", "content": words}], "temperature": 0}
-    return {**body, "max_tokens": 200, "ignore_eos": True}
+    return {**body, "max_tokens": 60, "ignore_eos": True}
 
 
 async def test_the_operator_gives_roles_and_takes_workers_out_of_work(tiny_model: Path) -> None:

@@ -281,13 +281,25 @@ async def test_a_prompt_sent_again_is_answered_from_the_cache_alike(
     split: Cluster, combined: Cluster, encode: Encode
 ) -> None:
     compared = Comparison()
-    for place, length in enumerate((63, 64, 65, 128, 129, 300)):
-        prompt = exact_prompt("", length, first=5000 + 100 * place).token_ids(encode)
-        case = _text(f"{length} tokens", prompt, **({} if place % 2 else SAMPLED))
-        pairs = [
-            [await _ask(c, case, is_stream=i == 1) for i in range(2)] for c in (split, combined)
+    lengths = (63, 64, 65, 128, 129, 300)
+    cases = [
+        _text(
+            f"{length} tokens",
+            exact_prompt("", length, first=5000 + 100 * place).token_ids(encode),
+            **({} if place % 2 else SAMPLED),
+        )
+        for place, length in enumerate(lengths)
+    ]
+
+    async def ask_twice(cluster: Cluster) -> list[list[Answer]]:
+        return [
+            await asyncio.gather(*(_ask(cluster, case, is_stream=is_again) for case in cases))
+            for is_again in (False, True)
         ]
-        (first, again), (first_combined, again_combined) = pairs
+
+    answers = [one for cluster in (split, combined) for one in await ask_twice(cluster)]
+    rows = zip(lengths, cases, *answers, strict=True)
+    for length, case, first, again, first_combined, again_combined in rows:
         compared.check(case, "split and combined", first, first_combined)
         compared.check(case, "again, split and combined", again, again_combined)
         compared.check(case, "first and again", first, again)

@@ -14,6 +14,7 @@ import pytest_asyncio
 
 from common.messages.admin import StatusReport
 from common.transport.security import Keys, make_keys, shown_key, with_key
+from tests.e2e.conftest import split_cluster
 from tests.support.answers import Json
 from tests.support.cluster import Cluster
 from tests.support.prompts import Encode, exact_prompt
@@ -70,6 +71,13 @@ def cable() -> Iterator[Cable]:
             make_keys(host.keys)
         exchange_keys(made)
         yield made
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def split(model_folder: Path) -> AsyncIterator[Cluster]:
+    """The cluster on one host of these tests alone: the other tests run in another process."""
+    async with split_cluster(model_folder) as cluster:
+        yield cluster
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")

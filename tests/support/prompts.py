@@ -160,8 +160,8 @@ def _long() -> tuple[Prompt, ...]:
         exact_prompt("prose of 65 tokens", 65, first=200),
         exact_prompt("prose of 128 tokens", 128, first=250),
         exact_prompt("prose of 257 tokens", 257, first=300),
-        Prompt("many scripts", f"{scripts}\n{scripts[::-1]}", 700),
-        Prompt("much code", "\n".join(f"# part {n}\n{code}" for n in range(8)), 1000),
-        exact_prompt("prose of 1500 tokens", 1500, first=400),
+        Prompt("many scripts", f"{scripts}\n{scripts[::-1]}", 400),
+        Prompt("much code", "\n".join(f"# part {n}\n{code}" for n in range(8)), 640),
+        exact_prompt("prose of 1025 tokens", 1025, first=400),
         exact_prompt("prose of 4000 tokens", 4000, first=600),
     )
