@@ -23,10 +23,11 @@ from benchmarks.report import Cell, print_table, write_results
 from common.kv.blocks import PublishedBlocks
 from common.kv.device_pool import DevicePool
 from common.kv.layout import KVLayout
-from common.storage.file_store import FileOptions, FileStore
+from common.storage.file_store import FileStore
 from common.storage.host_tier import HostTier
 from common.storage.interface import StoreIdentity
 from common.storage.linked_store import LinkedStore
+from common.storage.store_url import FileOptions
 from common.traffic.shared_link import SharedLink
 from common.worker.host_memory import HostMemory
 from common.worker.pool_copies import open_pool_copies

@@ -25,9 +25,10 @@ from common.kv.pool import KVPool
 from common.models.config import ModelConfig
 from common.models.default_model import ensure_default_model
 from common.sampling import SamplingParams
-from common.storage.file_store import FileOptions, FileStore
+from common.storage.file_store import FileStore
 from common.storage.interface import StoreIdentity
 from common.storage.linked_store import LinkedStore
+from common.storage.store_url import FileOptions
 from common.traffic.shared_link import SharedLink
 from common.worker.worker_store import WorkerStore
 

@@ -25,8 +25,9 @@ import flowpath_native
 
 from benchmarks.report import Cell, print_table, write_results
 from common.kv.pool import KVPool
-from common.storage.file_store import FileOptions, FileStore
+from common.storage.file_store import FileStore
 from common.storage.interface import StoreIdentity
+from common.storage.store_url import FileOptions
 
 SOURCE = Path(__file__).parent / "plain_reader.c"
 KIB = 1024

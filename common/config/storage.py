@@ -5,6 +5,7 @@ from typing import Literal
 from pydantic import BaseModel, Field
 
 from common.config.value_types import Bytes
+from common.errors import ConfigError
 
 NO_STORE = "none"
 AUTO_STORE = "auto"
@@ -84,3 +85,17 @@ class StorageSettings(BaseModel):
     def has_store(self) -> bool:
         """Whether a store is named; ``flowpath serve`` names one for ``auto``."""
         return self.store not in (NO_STORE, AUTO_STORE)
+
+    def refuse_without_store(self) -> None:
+        """ConfigError for what was asked of the store where there is none."""
+        asked = {
+            "host_tier_bytes": self.host_tier_bytes > 0,
+            "store_codec": self.store_codec != "none",
+            "store_preload": bool(self.store_preload),
+        }
+        named = [name for name, is_asked in asked.items() if is_asked]
+        if named and not self.has_store:
+            raise ConfigError(
+                f"setting {named[0]}: there is no store (store is {self.store}); name one with"
+                f" store, or leave {named[0]} out"
+            )

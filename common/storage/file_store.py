@@ -9,7 +9,6 @@ import errno
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import flowpath_native
@@ -23,6 +22,7 @@ from common.storage.folder_writer import MAX_BATCH, FolderWriter
 from common.storage.header import HEADER_BYTES, HeaderCodec
 from common.storage.interface import Memory, StoreIdentity, StoreStats
 from common.storage.ledger import LEDGER, FolderBusyError
+from common.storage.store_url import FileOptions
 from common.storage.tally import Tally
 from common.storage.tree import Key
 from common.storage.troubles import Troubles
@@ -32,16 +32,6 @@ CLOSE_SECONDS = 30.0
 _HEAD_BYTES = 256  # of a header, as the native core hands it out
 _DAMAGED = {-1: "too short", -2: "a checksum does not fit"}
 _READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
-
-
-@dataclass(frozen=True, slots=True)
-class FileOptions:
-    """How a ``file:`` store works. ``io`` is ``auto``, ``io_uring`` or ``threads``."""
-
-    capacity_bytes: int
-    queue_bytes: int
-    queue_depth: int
-    io: str = "auto"
 
 
 class FileStore:

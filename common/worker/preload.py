@@ -5,68 +5,28 @@ most. What comes is cached like any prefix, and gives way to what is used more.
 """
 
 import asyncio
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import structlog
 
+from common.config.preload_file import Prompts, read_prompts
 from common.config.settings import Settings
-from common.errors import ConfigError
 from common.ids import RequestId
 from common.worker.phases import PrefixLoaded
 from common.worker.stored_prefixes import StoredPrefixes
 
 log = structlog.get_logger()
 
-MAX_FILE_BYTES = 64 * 2**20
-MAX_TOKEN_ID = 2**31 - 1
 POOL_SHARE = 2
 """Of the pool at most 1 / 2 is loaded ahead of requests."""
-
-Prompts = tuple[tuple[int, ...], ...]
 
 
 def prompts_to_preload(settings: Settings) -> Prompts:
     """Return what the settings name, perhaps nothing; ConfigError where that is of no use."""
     if not settings.store_preload:
         return ()
-    if not settings.has_store:
-        raise ConfigError(f"store_preload {settings.store_preload}: there is no store to load from")
     return read_prompts(Path(settings.store_preload))
-
-
-def read_prompts(path: Path) -> Prompts:
-    """Return the prompts of a file; ConfigError names the line that is none.
-
-    A line is an object with ``tokens``, as ``/tokenize`` answers; empty lines do not count.
-    """
-    try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise ConfigError(f"store_preload {path}: it has more than {MAX_FILE_BYTES} bytes")
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"store_preload {path}: {error}") from error
-    return tuple(
-        _parse(line, f"store_preload {path}, line {number}")
-        for number, line in enumerate(lines, start=1)
-        if line.strip()
-    )
-
-
-def _parse(line: str, where: str) -> tuple[int, ...]:
-    try:
-        told = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{where}: {error}") from error
-    tokens = told.get("tokens") if isinstance(told, dict) else None
-    if not isinstance(tokens, list) or not all(_is_token(token) for token in tokens):
-        raise ConfigError(f'{where}: say {{"tokens": [ids]}}, as /tokenize does')
-    return tuple(tokens)
-
-
-def _is_token(value: object) -> bool:
-    return type(value) is int and 0 <= value < MAX_TOKEN_ID
 
 
 async def preload(

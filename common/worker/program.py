@@ -15,6 +15,7 @@ import uvloop
 
 from common.config.folders import prepare_run_dir
 from common.config.host import host_id
+from common.config.preload_file import Prompts
 from common.config.settings import Settings
 from common.engine.failure import EngineBroken
 from common.errors import ConfigError, ErrorCode
@@ -46,7 +47,7 @@ from common.worker.machine import Machine, build_machine
 from common.worker.outbound import OutboundHandoffs
 from common.worker.own_role import OwnRole
 from common.worker.parts import Channels, WorkerParts
-from common.worker.preload import Prompts, prompts_to_preload
+from common.worker.preload import prompts_to_preload
 from common.worker.setup import HandoffSetup
 from common.worker.store_access import StoreAccess
 from common.worker.store_setup import worker_store
@@ -80,6 +81,7 @@ def run(settings: Settings, role: Role, worker_id: str) -> int:
     try:
         prepare_run_dir(settings.run_dir)
         check_network(settings)
+        settings.refuse_without_store()
         to_preload = prompts_to_preload(settings)
         with (
             closing(build_machine(settings, worker_id, role)) as machine,

@@ -4,6 +4,7 @@ import asyncio
 
 import structlog
 
+from common.config.preload_file import Prompts
 from common.ids import RequestId
 from common.kv.blocks import BlockManager
 from common.kv.prefix_cache import HASH_BYTES
@@ -13,7 +14,7 @@ from common.telemetry.store_metrics import StoreMetrics
 from common.worker.control import ControlLink
 from common.worker.kept_blocks import KeptBlocks
 from common.worker.prefetcher import Prefetcher
-from common.worker.preload import Prompts, preload
+from common.worker.preload import preload
 from common.worker.store_access import StoreAccess
 from common.worker.store_measures import StoreMeter
 from common.worker.stored_prefixes import StoredPrefixes

@@ -6,13 +6,16 @@ from rich.table import Table
 
 from common.config.api_key_file import load_api_keys
 from common.config.load import LoadedSettings
+from common.config.preload_file import read_prompts
 from common.config.settings import Settings
 from common.config.sizes import format_size
+from common.config.storage import AUTO_STORE
 from common.config.value_types import is_size
 from common.engine.shard import Shard
 from common.errors import ConfigError
 from common.models.config import ModelConfig
 from common.models.default_names import FOLDER_NAME
+from common.storage.store_url import parse_store_url
 from common.transfer.nixl_packages import HOW_TO_INSTALL, is_nixl_installed
 from common.transport.addresses import load_keys
 from common.transport.security import ALLOWED_NAME
@@ -24,7 +27,7 @@ def print_settings(loaded: LoadedSettings, *, has_gateway: bool, has_workers: bo
 
     ``has_gateway`` says that the program to check reads the file of API keys, ``has_workers`` that
     it computes and moves KV. Raises ConfigError for a model folder, ranks, a transport, a key
-    folder or a file of API keys that would end the program.
+    folder, a file of API keys, a store or a file of prompts that would end the program.
     """
     settings = loaded.settings
     config = _model_config(settings)
@@ -32,6 +35,8 @@ def print_settings(loaded: LoadedSettings, *, has_gateway: bool, has_workers: bo
         Shard(0, settings.tensor_parallel).config(config)
     if has_workers and settings.transport == "rdma" and not is_nixl_installed():
         raise ConfigError(f"transport rdma needs NIXL; {HOW_TO_INSTALL}")
+    if has_workers:
+        _check_store(settings)
     if has_gateway and settings.api_key_file is not None:
         load_api_keys(settings.api_key_file)
     keys = load_keys(settings)
@@ -52,6 +57,15 @@ def print_settings(loaded: LoadedSettings, *, has_gateway: bool, has_workers: bo
             f"note: {keys.folder / ALLOWED_NAME} holds no *.key file, so nobody may connect to "
             "this host over TCP, its own processes neither"
         )
+
+
+def _check_store(settings: Settings) -> None:
+    """Read what names the store and what is loaded from it; the store itself is not opened."""
+    if settings.store != AUTO_STORE:
+        settings.refuse_without_store()
+        parse_store_url(settings.store)
+    if settings.store_preload:
+        read_prompts(Path(settings.store_preload))
 
 
 def _model_config(settings: Settings) -> ModelConfig | None:

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import numpy as np
 
-from common.storage.file_store import FileOptions, FileStore
+from common.storage.file_store import FileStore
 from common.storage.interface import BlockStore, StoreIdentity
+from common.storage.store_url import FileOptions
 
 PAGE_BYTES = 4096
 BLOCK_BYTES = 2 * PAGE_BYTES

@@ -13,11 +13,12 @@ def choose_store(settings: Settings) -> Settings:
     """Return settings that name a store or none, where they said ``auto``.
 
     It is a folder of this user's own, which is made where it is missing. None where the workers
-    may be on GPUs, or there can be no such folder.
+    may be on GPUs, or there can be no such folder. ConfigError for what needs a store then.
     """
-    if settings.store != AUTO_STORE:
-        return settings
-    return settings.model_copy(update={"store": _default_store(settings)})
+    if settings.store == AUTO_STORE:
+        settings = settings.model_copy(update={"store": _default_store(settings)})
+    settings.refuse_without_store()
+    return settings
 
 
 def _default_store(settings: Settings) -> str:

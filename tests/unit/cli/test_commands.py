@@ -129,6 +129,25 @@ def test_check_refuses_what_no_worker_could_do(
     assert code == 0, "a gateway moves no KV"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("--store", "ftp://host"), "say none, file:DIR or redis://HOST:PORT"),
+        (("--store", "file:/nowhere?depth=0"), "depth is 1 to 1024"),
+        (("--store", "none", "--host-tier-bytes", "1GiB"), "setting host_tier_bytes: there is no"),
+        (("--store", "redis://h:1/0", "--store-preload", "/nowhere"), "store_preload /nowhere: "),
+    ],
+)
+def test_check_reads_what_names_the_store_and_opens_none(
+    arguments: tuple[str, ...], told: str
+) -> None:
+    code, _, err = run("serve", *arguments, "--check")
+    assert code == 2
+    assert told in err
+    assert run("gateway", *arguments, "--check")[0] == 0, "a gateway has no store"
+    assert run("serve", "--store", "redis://nowhere.invalid:1/0", "--check")[0] == 0
+
+
 @pytest.mark.parametrize("program", ["serve", "gateway", "controller", "prefill", "decode"])
 def test_every_program_takes_the_same_flags_and_refuses_a_bad_value_with_code_2(
     program: str,

@@ -6,6 +6,7 @@ import pytest
 
 from common.config import processor
 from common.config.settings import Settings
+from common.errors import ConfigError
 from common.storage.file_store import FileStore
 from common.storage.open_store import open_store
 from services.cli.supervisor.store import choose_store
@@ -55,6 +56,23 @@ def test_where_no_folder_can_be_made_there_is_none(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     settings = Settings(device="cpu", cache_dir=tmp_path / "file")
     assert choose_store(settings).store == "none"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("host_tier_bytes", 2**30), ("store_codec", "fp8"), ("store_preload", "prompts.jsonl")],
+)
+def test_what_needs_a_store_is_refused_where_there_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: object
+) -> None:
+    monkeypatch.setattr(processor, "may_have_gpu", lambda: True)
+    for store in ("auto", "none"):
+        settings = Settings.model_validate({name: value, "store": store, "cache_dir": tmp_path})
+        with pytest.raises(ConfigError, match=rf"setting {name}: there is no store"):
+            choose_store(settings)
+    monkeypatch.setattr(processor, "may_have_gpu", lambda: False)
+    settings = Settings.model_validate({name: value, "cache_dir": tmp_path})
+    assert choose_store(settings).has_store
 
 
 def test_a_program_that_is_started_alone_has_no_store_by_itself() -> None:

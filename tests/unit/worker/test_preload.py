@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from common.config import preload_file
+from common.config.preload_file import read_prompts
 from common.config.settings import Settings
 from common.errors import ConfigError
-from common.worker import preload
-from common.worker.preload import prompts_to_preload, read_prompts
+from common.worker.preload import prompts_to_preload
 
 
 def test_a_line_is_what_tokenize_answers(tmp_path: Path) -> None:
@@ -38,7 +39,7 @@ def test_a_file_that_cannot_be_read_is_refused(
     path.write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match="codec"):
         read_prompts(path)
-    monkeypatch.setattr(preload, "MAX_FILE_BYTES", 1)
+    monkeypatch.setattr(preload_file, "MAX_FILE_BYTES", 1)
     with pytest.raises(ConfigError, match="more than 1 bytes"):
         read_prompts(path)
 
@@ -46,4 +47,4 @@ def test_a_file_that_cannot_be_read_is_refused(
 def test_without_a_store_there_is_nothing_to_load_from(tmp_path: Path) -> None:
     assert prompts_to_preload(Settings()) == ()
     with pytest.raises(ConfigError, match="there is no store"):
-        prompts_to_preload(Settings(store_preload=str(tmp_path)))
+        Settings(store_preload=str(tmp_path)).refuse_without_store()
