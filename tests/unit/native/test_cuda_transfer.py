@@ -88,7 +88,7 @@ def test_checksums_alone_write_nothing(
 
 
 @pytest.mark.parametrize(("num_sources", "num_targets"), [(1, 2), (4, 1), (2, 6), (6, 4), (3, 3)])
-@pytest.mark.parametrize(("num_ctas", "num_threads"), GRIDS)
+@pytest.mark.parametrize(("num_ctas", "num_threads"), [(1, 32), (3, 64), (40, 32)])
 def test_heads_are_copied_and_summed_as_on_the_cpu(
     kernels: ctypes.CDLL, num_sources: int, num_targets: int, num_ctas: int, num_threads: int
 ) -> None:
