@@ -4,6 +4,7 @@ import ast
 import io
 import tokenize
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -24,12 +25,18 @@ def name_of(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
+@lru_cache(maxsize=1)
+def tree_of(path: Path) -> ast.Module:
+    """Parse a file, once for all that is asked of it before the next one."""
+    return ast.parse(path.read_text())
+
+
 def num_code_lines(path: Path) -> int:
     """Count lines that hold code: no blank lines, comments or docstrings."""
     source = path.read_text()
     documented = {
         line
-        for node in ast.walk(ast.parse(source))
+        for node in ast.walk(tree_of(path))
         if isinstance(node, ast.Expr)
         and isinstance(node.value, ast.Constant)
         and isinstance(node.value.value, str)
@@ -47,7 +54,7 @@ def num_code_lines(path: Path) -> int:
 
 def imports_of(path: Path) -> Iterator[tuple[int, str]]:
     """Yield line and dotted name of everything that a file imports."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -57,7 +64,7 @@ def imports_of(path: Path) -> Iterator[tuple[int, str]]:
 
 def calls_of(path: Path) -> Iterator[tuple[int, str]]:
     """Yield line and dotted name of everything that a file calls by a plain name."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Call):
             name = _dotted(node.func)
             if name is not None:
