@@ -115,6 +115,8 @@ def _next_move(
         longer = line_of(source).at(number[source.key])
         best: tuple[float, WorkerView] | None = None
         for target in targets:
+            if number[target.key] >= target.max_num_seqs:
+                continue
             if not _can_take(target, source, used[target.key] + decode.num_blocks):
                 continue
             there = step_there(source, target, number[target.key] + 1)

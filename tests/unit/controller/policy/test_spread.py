@@ -1,6 +1,7 @@
 """Decodes that move from long batches to short ones."""
 
 from collections import Counter
+from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -122,6 +123,11 @@ def test_who_cannot_take_them_gets_none() -> None:
     assert spread([source, *others], decodes("d0", 20)) == []
     helper = worker("helper", P, may_decode=True, devices=("GPU-3",))
     assert len(spread([source, *others, helper], decodes("d0", 20))) == 9
+
+
+def test_a_worker_gets_no_more_than_its_steps_hold() -> None:
+    small = replace(worker("d1", D, line=LINE), max_num_seqs=3)
+    assert len(spread([worker("d0", D, line=LINE), small], decodes("d0", 20))) == 3
 
 
 def test_a_worker_that_drains_is_left_to_the_drain() -> None:
