@@ -121,9 +121,7 @@ def _next_move(
                 continue
             there = step_there(source, target, number[target.key] + 1)
             gain = longer - there
-            cost = STILL_SECONDS + decode.num_blocks * source.block_bytes / link_rate(
-                source, target
-            )
+            cost = STILL_SECONDS + decode.num_blocks * source.block_bytes / _rate(source, target)
             is_worth_it = gain > MIN_GAIN * longer and gain * decode.num_left >= PAYS * cost
             if is_worth_it and (best is None or gain > best[0]):
                 best = gain, target
@@ -132,6 +130,12 @@ def _next_move(
             reason = f"steps of {1e3 * longer:.1f} ms here, {1e3 * (longer - gain):.1f} ms there"
             return Migration(decode.request_id, source.key, target.key, decode.num_blocks, reason)
     return None
+
+
+def _rate(source: WorkerView, target: WorkerView) -> float:
+    """Bytes per second there; as back where only that was measured."""
+    is_measured = source.link_rates.get(target.key, 0.0) > 0
+    return link_rate(source, target) if is_measured else link_rate(target, source)
 
 
 def _can_take(target: WorkerView, source: WorkerView, num_used: int) -> bool:

@@ -81,6 +81,15 @@ def test_a_slow_link_must_pay_as_well() -> None:
     assert spread([slow, worker("d1", D, line=LINE)], decodes("d0", 20)) == []
 
 
+def test_a_link_that_was_only_measured_the_other_way_is_as_fast() -> None:
+    source, target = worker("d0", D, line=LINE), worker("d1", D, line=LINE)
+    large = decodes("d0", 20, blocks=20)
+    source = replace(source, block_bytes=200_000_000)
+    assert spread([source, target], large) == [], "at the default rate"
+    target = replace(target, link_rates={source.key: 400e9})
+    assert spread([source, target], large) != []
+
+
 def test_those_with_most_to_draw_go_first_and_of_them_the_smallest() -> None:
     running = [
         DecodeView(RequestId("long"), key("d0"), 9, num_left=500),
