@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Callable, Container, Sequence
+from collections.abc import AsyncIterator, Callable, Container, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import count
@@ -10,6 +10,7 @@ from pathlib import Path
 from time import monotonic
 
 import pytest
+import pytest_asyncio
 
 from common.messages.admin import StatusReport, WorkerStatus
 from common.telemetry.story import LogEntry, read_log_folder
@@ -19,13 +20,15 @@ from tests.support.open_stream import OpenStream
 from tests.support.prompts import Encode
 from tests.support.undisturbed import greedy_bodies, run_quietly
 
-pytestmark = [pytest.mark.chaos, pytest.mark.e2e]
+pytestmark = [pytest.mark.chaos, pytest.mark.e2e, pytest.mark.asyncio(loop_scope="module")]
 
 PATH = "/v1/completions"
-NUM_STREAMS = 12
+NUM_STREAMS = 8
 NUM_KILLS = 1
+BUSY_SECONDS = 5.0
+"""What other processes of the machine may add to a gap; no wait for a silent worker is so short."""
 NUM_SOAK_KILLS = 20
-LENGTHS = {"decode": (9, 40, 77, 150, 20, 110), "prefill": (100, 160, 240, 120, 200, 140)}
+LENGTHS = {"decode": (9, 40, 77, 150), "prefill": (100, 160, 240, 120)}
 """Prompt lengths in tokens: long ones, where a prefill worker is to be met at work."""
 MAX_TOKENS = 24
 IS_BUSY: dict[str, Callable[[WorkerStatus], bool]] = {
@@ -49,7 +52,7 @@ class Kill:
 
     @property
     def bound(self) -> float:
-        """The longest gap that is allowed."""
+        """The longest gap that is allowed where nothing else takes the machine's time."""
         return self.known_after + 1.5 * self.recompute
 
     def __str__(self) -> str:
@@ -68,7 +71,7 @@ class Killer:
         self._cluster = cluster
         self._encode = encode
         self._role = role
-        self._firsts = count(100_000, 10_000)
+        self._firsts = count(100_000 + 1_000_000 * list(LENGTHS).index(role), 10_000)
 
     def bodies(self) -> list[Json]:
         """Return new prompts."""
@@ -145,31 +148,40 @@ def _recompute_seconds(finished: LogEntry) -> float:
     return float(sum(parts))
 
 
-async def _kill_some(model: Path, encode: Encode, role: str, num_kills: int) -> None:
-    async with running_cluster(ClusterOptions(model, num_prefill=2, num_decode=2)) as cluster:
-        killer = Killer(cluster, encode, role)
-        kills = [await killer.kill_one() for _ in range(num_kills)]
-        print(*kills, sep="\n")
-        assert sum(kill.num_resumed for kill in kills) >= num_kills, "the kills met too few streams"
-        assert [str(kill) for kill in kills if kill.longest_gap > kill.bound] == []
-        for name, counts in (await cluster.wait_idle()).items():
-            assert (counts.referenced, counts.in_transfer) == (0, 0), name
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def twins(model_folder: Path) -> AsyncIterator[Cluster]:
+    """Two workers of each role."""
+    options = ClusterOptions(model_folder, num_prefill=2, num_decode=2)
+    async with running_cluster(options) as cluster:
+        yield cluster
+
+
+async def _kill_some(
+    cluster: Cluster, encode: Encode, role: str, num_kills: int, margin: float = 0.0
+) -> None:
+    killer = Killer(cluster, encode, role)
+    kills = [await killer.kill_one() for _ in range(num_kills)]
+    print(*kills, sep="\n")
+    assert sum(kill.num_resumed for kill in kills) >= num_kills, "the kills met too few streams"
+    assert [str(kill) for kill in kills if kill.longest_gap > kill.bound + margin] == []
+    for name, counts in (await cluster.wait_idle()).items():
+        assert (counts.referenced, counts.in_transfer) == (0, 0), name
 
 
 @pytest.mark.parametrize("role", LENGTHS)
 async def test_streams_of_killed_workers_end_as_if_nothing_had_been(
-    model_folder: Path, encode: Encode, role: str
+    twins: Cluster, encode: Encode, role: str
 ) -> None:
-    await _kill_some(model_folder, encode, role, NUM_KILLS)
+    await _kill_some(twins, encode, role, NUM_KILLS, BUSY_SECONDS)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("role", LENGTHS)
 async def test_streams_of_20_killed_workers_end_as_if_nothing_had_been(
-    model_folder: Path, encode: Encode, role: str
+    twins: Cluster, encode: Encode, role: str
 ) -> None:
-    await _kill_some(model_folder, encode, role, NUM_SOAK_KILLS)
+    await _kill_some(twins, encode, role, NUM_SOAK_KILLS)
 
 
 # No draws from the whole vocabulary: in its tail, noise in the last bit may draw the neighbour.

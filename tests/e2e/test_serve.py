@@ -242,7 +242,7 @@ async def test_a_second_ctrl_c_kills_at_once(tiny_model: Path) -> None:
         await served.line("(again to kill)")
         assert not running.done()
         served.interrupt()
-        await served.ended(5.0)
+        await served.ended(EXIT_SECONDS)
         assert "killing" in served.output
         with pytest.raises((httpx.HTTPError, ValueError)):
             await running

@@ -14,6 +14,7 @@ import pytest_asyncio
 
 from common.messages.admin import StatusReport
 from common.transport.security import Keys, make_keys, shown_key, with_key
+from common.worker.decode_peer import PAIRING_SECONDS
 from tests.e2e.conftest import split_cluster
 from tests.support.answers import Json
 from tests.support.cluster import Cluster
@@ -33,8 +34,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="session")]
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 LEASE_SECONDS = 5.0
-ERROR_MARGIN_SECONDS = 3.0
-HEAL_SECONDS = 15.0
+ERROR_MARGIN_SECONDS = 10.0
+HEAL_SECONDS = 30.0
 SLOW_MEGABITS = 160
 CUT_AFTER_BYTES = 6_000_000
 KV_BYTES_PER_TOKEN = 30 * 2 * 3 * 64 * 4
@@ -294,7 +295,7 @@ async def test_a_worker_that_cannot_be_reached_gets_no_requests_and_is_told_of(
     body: Json = {"prompt": [5, 6, 7], "max_tokens": 4, "temperature": 0}
     told = await asyncio.gather(*(light.http(TEXT, body) for _ in range(8)))
     assert [one["status"] for one in told] == [200] * 8
-    assert monotonic() - began < 4.0, "nobody waited for it"
+    assert monotonic() - began < PAIRING_SECONDS, "nobody waited for it"
     placed = light.logged(a, "controller", "request_placed")
     assert {entry.fact("decode") for entry in placed} == {"decode-0"}
     await light.kill("decode-0")
