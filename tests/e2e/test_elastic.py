@@ -22,8 +22,9 @@ from services.cli.supervisor.plan import plan_processes, plan_worker
 from services.cli.supervisor.supervisor import Supervisor
 from tests.support.answers import Answer, Json
 from tests.support.board import Board
+from tests.support.held_port import held_port
 from tests.support.prompts import Encode
-from tests.support.served import client_of, free_port, serving
+from tests.support.served import client_of, serving
 from tests.support.tiny_llama import write_tiny_llama
 from tests.support.undisturbed import greedy_bodies, run_quietly
 
@@ -86,7 +87,7 @@ class Cluster:
             "model": self.settings.model_name,
             "messages": [{"role": "user", "content": f"{number} " * 150}],
             "temperature": 0,
-            "max_tokens": 100,
+            "max_tokens": 60,
             "ignore_eos": True,
         }
         response = await client.post(f"{self.settings.url}{CHAT}", json=body)
@@ -99,9 +100,9 @@ class Cluster:
 @asynccontextmanager
 async def supervised(model: Path) -> AsyncIterator[Cluster]:
     """Run one prefill and one decode worker, with room for a third, as long as the block."""
-    with tempfile.TemporaryDirectory(prefix="fp-") as folder:
+    with tempfile.TemporaryDirectory(prefix="fp-") as folder, held_port() as port:
         settings = Settings(
-            port=free_port(),
+            port=port,
             model=str(model),
             run_dir=Path(folder) / "run",
             log_dir=Path(folder) / "log",

@@ -9,7 +9,7 @@ import sys
 import tempfile
 from asyncio.subprocess import Process
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
@@ -23,6 +23,7 @@ from common.telemetry.story import read_log_folder
 from services.cli.admin import ask_status
 from tests.support.answers import Answer, Json, events_of, gather_stream, read_whole
 from tests.support.cluster import REPOSITORY
+from tests.support.held_port import held_port
 
 POOL_FILE = "memfd:flowpath-kv"
 READY = "ready after"
@@ -169,12 +170,6 @@ async def wait_gone(settings: Settings, held: Footprint, deadline_seconds: float
             continue
 
 
-def free_port() -> int:
-    """Return a port that nobody listens on now."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
-
-
 def _told_by_children(log_dir: Path) -> str:
     """Return what programs printed and the errors that they logged, for a failing test."""
     entries = read_log_folder(log_dir) if log_dir.exists() else ()
@@ -216,10 +211,19 @@ async def serving(
     ``values`` are settings by name, given in the environment as a user may. Sockets and logs go
     into ``folder``.
     """
+    with ExitStack() as stack:
+        port = values.get("port") or stack.enter_context(held_port())
+        async with _serving({**values, "port": port}, folder, is_ready=is_ready) as served:
+            yield served
+
+
+@asynccontextmanager
+async def _serving(
+    values: Mapping[str, object], folder: Path | None, *, is_ready: bool
+) -> AsyncIterator[Served]:
     root = folder or Path(tempfile.mkdtemp(prefix="fp-"))
     settings = Settings.model_validate(
         {
-            "port": free_port(),
             "run_dir": root / "run",
             "log_dir": root / "log",
             "kv_bytes": 64 * 2**20,

@@ -10,7 +10,6 @@ import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from time import monotonic
 from typing import TypeVar
 
 import pytest
@@ -57,7 +56,9 @@ from services.cli.admin import ask_status, give_order
 from services.controller.server import ControllerServer
 from tests.unit.controller.cluster import gateway_hello, heartbeat, submit, worker_hello
 
-DEADLINE_SECONDS = 10.0
+DEADLINE_SECONDS = 30.0
+DEATH_SECONDS = 60.0
+"""Silence that no test waits for: a busy machine may leave anybody alone for some seconds."""
 Message = TypeVar("Message")
 
 
@@ -129,7 +130,13 @@ async def controller(settings: Settings) -> AsyncIterator[ControllerServer]:
 
 @pytest.fixture
 def settings(short_dir: Path) -> Settings:
-    return Settings(port=1, roles="manual", run_dir=short_dir, log_dir=short_dir / "log")
+    return Settings(
+        port=1,
+        roles="manual",
+        death_seconds=DEATH_SECONDS,
+        run_dir=short_dir,
+        log_dir=short_dir / "log",
+    )
 
 
 @pytest.fixture
@@ -191,7 +198,7 @@ async def until(ask: Callable[[], object], expected: object) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_a_killed_worker_is_known_everywhere_in_well_under_a_second(
+async def test_a_killed_worker_is_known_everywhere_long_before_its_silence_would_tell(
     settings: Settings,
 ) -> None:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
@@ -210,15 +217,12 @@ async def test_a_killed_worker_is_known_everywhere_in_well_under_a_second(
         await gateway.hear(GatewayAccepted)
         gateway.say(submit("r", 64), (bytes(256),))
         await prefill.hear(PlaceRequest)
-        killed_at = monotonic()
         child.kill()
         left, _ = await prefill.hear(PeerLeft)
-        seconds = monotonic() - killed_at
         assert left.worker_id == "d0"
         failed, _ = await gateway.hear(RequestFailed)
         assert (failed.request_id, failed.code) == ("r", "worker_died")
         await prefill.hear(Cancel)
-        assert seconds < 1.0
     child.wait()
     assert child.stdin is not None
     child.stdin.close()
@@ -242,10 +246,8 @@ async def test_a_name_is_its_process_s_until_that_is_killed_and_then_free_at_onc
         assert f"taken by {platform.node()} pid {child.pid}" in refused.message
         child.kill()
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # a zombie: nobody reaped it
-        killed_at = monotonic()
         second.say(claim)
-        await second.hear(WorkerAccepted)
-        assert monotonic() - killed_at < 0.1, "its successor waits for nothing"
+        await second.hear(WorkerAccepted)  # at once: silence would take longer than the deadline
     child.wait()
     assert child.stdin is not None
     child.stdin.close()
@@ -290,7 +292,6 @@ async def test_a_restarted_controller_places_requests_as_soon_as_its_members_are
             (gateway, GatewayHeartbeat(num_streams=0), gateway_hello(pid=os.getpid())),
         )
         async with controller(settings) as restarted:
-            started_at = monotonic()
             for peer, beat, hello in members:
                 peer.say(beat)
                 await peer.hear(HelloRequested)
@@ -303,7 +304,6 @@ async def test_a_restarted_controller_places_requests_as_soon_as_its_members_are
             await decode.hear(WorkerAccepted)
             gateway.say(submit("r", 64), (bytes(256),))
             await prefill.hear(PlaceRequest)
-            assert monotonic() - started_at < 3.0
             assert restarted.core.prefixes.index.num_blocks == 1
 
 
