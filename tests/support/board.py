@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable
 from time import monotonic
 
-WAIT_SECONDS = 10.0
+WAIT_SECONDS = 30.0
 
 
 class HarnessError(Exception):

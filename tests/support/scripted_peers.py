@@ -12,6 +12,9 @@ from common.kv.pool import KVPool
 from common.messages.codec import Codec
 from common.messages.fields import Role
 from common.messages.handoff import (
+    Abort,
+    Aborted,
+    AbortReason,
     Commit,
     DecodeToPrefill,
     FirstToken,
@@ -32,6 +35,9 @@ from tests.support.running_worker import LAYOUT, MODEL, NO_PROCESS, handoff_link
 from tests.support.worker_harness import GATEWAY, Harness, expected
 
 M = TypeVar("M")
+
+LEASE_SECONDS = 1.5
+"""Long enough for a machine that leaves a process alone for a second."""
 
 
 class ScriptedDecode:
@@ -65,7 +71,7 @@ class ScriptedDecode:
                         epoch=self._identity.epoch,
                         transport="shm",
                         pool=self.pool.handle(),
-                        lease_seconds=0.6,
+                        lease_seconds=LEASE_SECONDS,
                     )
                     self.say(accepted)
                 case RenewLeases(transfer_ids=ids):
@@ -84,6 +90,17 @@ class ScriptedDecode:
         """Answer a reservation with these blocks."""
         reserved = Reserved(transfer_id=reserve.transfer_id, num_cached_blocks=0)
         self.say(reserved, (pack_ids(block_ids),))
+
+    async def is_understood(self) -> None:
+        """Wait until the prefill side has read all that was said to it so far.
+
+        It answers the end of a transfer that it does not know, as of one that is over.
+        """
+        unknown = TransferId("tr-unknown")
+        answer = Aborted(transfer_id=unknown)
+        self.say(Abort(transfer_id=unknown, reason=AbortReason.CANCELLED))
+        await self._harness.board.wait_for("it is understood", lambda: answer in self.got)
+        self.got.remove(answer)
 
     async def hears(self, kind: type[M]) -> M:
         """Wait for the first message of a kind."""

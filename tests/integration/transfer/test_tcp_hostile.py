@@ -34,7 +34,8 @@ PAGE = 4096
 BLOCK = 16 * PAGE
 NUM_BLOCKS = 64
 EMPTY = b"\xee"
-STALL = 0.3
+STALL = 1.0
+"""Seconds: longer than a busy machine leaves a process alone."""
 A = TransferId("tr-a")
 GRANTED = range(8, 24)
 

@@ -93,7 +93,7 @@ async def test_a_decode_side_that_goes_silent_fails_the_request_when_the_lease_e
     tmp_path: Path,
 ) -> None:
     async with harness(tmp_path) as cluster, scripted_decode(cluster) as decode:
-        prefill = await cluster.start_worker("prefill", Role.PREFILL, SHORT_LEASE)
+        prefill = await cluster.start_worker("prefill", Role.PREFILL, RENEWED_LEASE)
         cluster.place("r", PROMPT, GREEDY)
         decode.reserve(await decode.hears(Reserve), range(NUM_PROMPT_BLOCKS))
         await decode.hears(Commit)
@@ -170,6 +170,7 @@ async def _until_ready(cluster: Harness, worker: RunningWorker, peer: ScriptedDe
     worker.steps.hold()
     cluster.place("r", PROMPT, GREEDY)
     peer.reserve(await peer.hears(Reserve), range(NUM_PROMPT_BLOCKS))
+    await peer.is_understood()
 
 
 async def _until_writing(cluster: Harness, worker: RunningWorker, peer: ScriptedDecode) -> None:

@@ -89,7 +89,7 @@ async def test_a_pair_is_told_of_and_so_is_its_silence(tmp_path: Path) -> None:
         await cluster.told_of_pair("prefill", "decode", is_broken=False)
         decode.is_renewing = False
         pair = await cluster.told_of_pair("prefill", "decode")
-        assert (pair.transport, pair.reason) == ("shm", "paired, but silent for over 0.6 s")
+        assert (pair.transport, pair.reason) == ("shm", "paired, but silent for over 1.5 s")
         decode.is_renewing = True
         await cluster.told_of_pair("prefill", "decode", is_broken=False)
 
