@@ -18,6 +18,10 @@ MIN_SPREAD = 0.1
 """How far the batch sizes of decode steps must lie apart, as a share of their mean, to tell what
 one sequence more costs."""
 
+MAX_TIMES = 4.0
+"""A decode step counts as at most so many times as long as it would have been expected: one that a
+host which stood still made long says nothing about its sequences."""
+
 SLOWEST_SHARE = 1.5
 """How much longer than alone decodes may take on average where that is over the SLA."""
 
@@ -43,9 +47,10 @@ class _FadingRate:
 
 
 class _FadingLine:
-    """The line through (sequences, seconds) of steps; 0 while only one count was seen.
+    """The line through (sequences, seconds) of steps, which never falls.
 
-    ``slope`` stays as it is while the counts say nothing new, and the line goes through their mean.
+    ``slope`` is 0 while only one count was seen, and stays as it is while the counts say nothing
+    new; but the line goes through their mean, and its ``base`` is not below 0.
     """
 
     def __init__(self) -> None:
@@ -58,6 +63,9 @@ class _FadingLine:
         self.base = 0.0
 
     def add(self, count: int, seconds: float) -> None:
+        if self._weight:
+            expected = self._seconds * max(1 / self._weight, count / self._count)
+            seconds = min(seconds, MAX_TIMES * expected)
         keep: float = 0.5 ** (seconds / HALF_LIFE_SECONDS)
         self._weight = self._weight * keep + 1.0
         self._count = self._count * keep + count
@@ -70,7 +78,8 @@ class _FadingLine:
         if variance >= (MIN_SPREAD * mean) ** 2:
             covariance = self._product / self._weight - mean * mean_seconds
             self.slope = max(0.0, covariance / variance)
-        self.base = max(0.0, mean_seconds - self.slope * mean) if self.slope else 0.0
+        self.slope = min(self.slope, mean_seconds / mean)
+        self.base = max(0.0, mean_seconds - self.slope * mean)
 
 
 class StepRates:

@@ -1,8 +1,9 @@
 """Running decodes that move to another worker: from full pools, draining workers, long batches."""
 
 from collections import Counter
+from dataclasses import dataclass
 
-from common.ids import WorkerId
+from common.ids import RequestId, WorkerId
 from common.messages.control import MigrateDecode
 from common.messages.fields import WorkerState
 from services.controller import request_machine as machine
@@ -19,6 +20,17 @@ FAILED_AGAIN_SECONDS = 2.0
 """A decode whose move failed is left where it is for so long."""
 MOVED_AGAIN_SECONDS = 5.0
 """And one that moved, where it is only about how long steps take."""
+MOVED_TWICE_SECONDS = 60.0
+"""The same for one that has moved so twice: where a long context makes the steps long wherever it
+is, or the workers' speeds change, it would wander for ever."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Spread:
+    """How often a decode was told to move to a shorter batch, and when it was last."""
+
+    number: int
+    begun_at: float
 
 
 class Migrations:
@@ -27,6 +39,7 @@ class Migrations:
     def __init__(self, members: Members, book: RequestBook) -> None:
         self._members = members
         self._book = book
+        self._spread: dict[RequestId, _Spread] = {}
 
     def take_round(self, cause: str, now: float) -> list[Effect]:
         """Begin the moves that are due."""
@@ -43,11 +56,27 @@ class Migrations:
         moves = plan_migrations(workers, decodes, num_moving)
         begun = {move.request_id for move in moves}
         decodes = [decode for decode in decodes if decode.request_id not in begun]
-        moves += plan_spread(workers, decodes, self._counts(), num_moving + len(moves))
+        spread = plan_spread(workers, decodes, self._counts(), num_moving + len(moves))
+        self._note_spread(spread, now)
+        moves += spread
         effects: list[Effect] = []
         for move in moves:
             effects += self._begin(move, cause, now)
         return effects
+
+    def _note_spread(self, moves: list[Migration], now: float) -> None:
+        requests = self._book.requests
+        self._spread = {name: kept for name, kept in self._spread.items() if name in requests}
+        for move in moves:
+            before = self._spread.get(move.request_id)
+            number = before.number + 1 if before else 1
+            self._spread[move.request_id] = _Spread(number, now)
+
+    def _has_moved(self, record: RequestRecord, now: float) -> bool:
+        spread = self._spread.get(record.request_id)
+        if spread is not None and spread.number > 1:
+            return now - spread.begun_at < MOVED_TWICE_SECONDS
+        return record.moved_at is not None and now - record.moved_at < MOVED_AGAIN_SECONDS
 
     def _counts(self) -> Counter[Incarnation]:
         """Count the sequences that decode at each worker or move there."""
@@ -86,12 +115,11 @@ class Migrations:
             num_drawn = min(num_drawn, 1 + int(seconds / step_seconds))
         failed_at = record.move_failed_at
         is_resting = failed_at is not None and now - failed_at < FAILED_AGAIN_SECONDS
-        moved_at = record.moved_at
         return DecodeView(
             request_id=record.request_id,
             worker=(WorkerId(record.decode[0]), record.decode[1]),
             num_blocks=-(-(prompt + num_drawn) // worker.hello.block_size),
             is_movable=params.num_choices == 1 and not is_resting,
             num_left=params.num_left - num_drawn,
-            has_moved=moved_at is not None and now - moved_at < MOVED_AGAIN_SECONDS,
+            has_moved=self._has_moved(record, now),
         )

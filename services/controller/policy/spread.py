@@ -8,9 +8,10 @@ the longer step is longer by ``MIN_GAIN`` after another move still, a decode mov
 that have the most tokens to draw yet the smallest. What it gains over these tokens must pay for
 the move ``PAYS`` times over: its KV at the pair's measured rate, and the time it stands still.
 
-A worker whose line is not known yet is taken for as fast as the other one. One that has prompts to
-compute gets nothing: the tokens there would wait for these. Nor does one on the same GPU, where two
-batches would share what one has. Whoever moved lately stays.
+A worker whose line is not known yet is taken for as fast as the other one, but for no faster than
+its steps were. One that has prompts to compute gets nothing: the tokens there would wait for these.
+Nor does one on the same GPU, where two batches would share what one has. Whoever moved lately
+stays.
 """
 
 from collections import Counter, defaultdict
@@ -38,7 +39,10 @@ MAX_SPREADING = 16
 
 
 class DecodeLine(NamedTuple):
-    """Seconds of a decode step: ``base``, and ``each`` for every sequence; unknown without it."""
+    """Seconds of a decode step: ``base``, and ``each`` for every sequence.
+
+    Without ``each`` it is not known what a sequence adds, and ``base`` is what steps took.
+    """
 
     base: float
     each: float
@@ -56,14 +60,17 @@ def line_of(worker: WorkerView) -> DecodeLine:
 def step_there(source: WorkerView, target: WorkerView, num_sequences: int) -> float:
     """Return the seconds of a step at ``target`` with so many; as at ``source`` if not known."""
     there = line_of(target)
-    return (there if there.each else line_of(source)).at(num_sequences)
+    if there.each:
+        return there.at(num_sequences)
+    return max(there.base, line_of(source).at(num_sequences))
 
 
 def would_gain(source: WorkerView, target: WorkerView) -> bool:
     """Whether another worker could take decodes that a worker has, as both told, to some avail."""
-    longer = line_of(source).at(source.num_decoding)
-    if source.num_decoding < 2 or source.devices & target.devices:
+    here = line_of(source)
+    if source.num_decoding < 2 or not here.each or source.devices & target.devices:
         return False
+    longer = here.at(source.num_decoding)
     return longer - step_there(source, target, target.num_decoding + 1) > MIN_GAIN * longer
 
 

@@ -8,7 +8,11 @@ from services.controller.effects import Effect
 from services.controller.elasticity import QUIET_SECONDS
 from services.controller.lifecycle import MOVE_REPORT_SECONDS
 from services.controller.limits import ControllerLimits
-from services.controller.migrations import FAILED_AGAIN_SECONDS
+from services.controller.migrations import (
+    FAILED_AGAIN_SECONDS,
+    MOVED_AGAIN_SECONDS,
+    MOVED_TWICE_SECONDS,
+)
 from tests.unit.controller.cluster import (
     Cluster,
     heartbeat,
@@ -119,6 +123,37 @@ def test_decodes_of_a_long_batch_move_to_a_worker_with_a_short_one_and_stay_ther
         cluster.started("d1", name)
     tell_long_batch(cluster)
     assert moves(cluster.tick(after=ROUND)) == []
+
+
+SLOW_LINE = (0.1, 0.002)
+
+
+def moved_from(cluster: Cluster, slow: str) -> set[str]:
+    """Let one of d0 and d1 be slow, carry out the moves that begin, and return who moved."""
+    for worker in cluster.core.members.workers.values():
+        name = worker.peer.worker_id
+        line = SLOW_LINE if name == slow else LINE
+        cluster.beat(name, heartbeat(kv(), measured=rates(step_seconds=0.5, line=line)))
+    cluster.gateway_beat()
+    begun = moves(cluster.tick(after=ROUND))
+    other = {"d0": "d1", "d1": "d0"}[slow]
+    for source, name, target in begun:
+        assert (source, target) == (slow, other)
+        cluster.started(target, name)
+    return {name for _, name, _ in begun}
+
+
+def test_who_was_sent_to_and_fro_stays_for_a_minute() -> None:
+    cluster = long_batch_cluster(num_decode=2)
+    everybody = {f"r{n}" for n in range(10)}
+    assert moved_from(cluster, "d0") == everybody
+    assert moved_from(cluster, "d1") == set()
+    cluster.now += MOVED_AGAIN_SECONDS
+    assert moved_from(cluster, "d1") == everybody
+    cluster.now += MOVED_TWICE_SECONDS / 2
+    assert moved_from(cluster, "d0") == set()
+    cluster.now += MOVED_TWICE_SECONDS / 2
+    assert moved_from(cluster, "d0") == everybody
 
 
 def test_in_a_quiet_time_a_prefill_worker_takes_decodes_of_a_long_batch() -> None:

@@ -59,7 +59,8 @@ def test_what_each_sequence_adds_to_a_step_is_learned_from_batches_of_different_
     bench.add(new_request("r0", prompt(3), max_tokens=90))
     run_timed(bench, 1.0, *[0.006] * 20)
     rates = bench.scheduler.rates()
-    assert (rates.decode_base_seconds, rates.decode_seconds_per_sequence) == (0.0, 0.0)
+    assert rates.decode_base_seconds == pytest.approx(0.006), "one count tells no slope"
+    assert rates.decode_seconds_per_sequence == 0.0
     for n in range(1, 9):
         bench.add(new_request(f"r{n}", prompt(3, kind=n), max_tokens=90))
         run_timed(bench, 1.0, *[0.005 + 0.001 * (n + 1)] * 4)
@@ -71,6 +72,34 @@ def test_what_each_sequence_adds_to_a_step_is_learned_from_batches_of_different_
     line = rates.decode_base_seconds + 9 * rates.decode_seconds_per_sequence
     assert line == pytest.approx(0.014), "an even load goes on from what was learned"
     assert rates.decode_seconds_per_sequence == pytest.approx(0.001)
+
+
+def decoding_bench(base: float, each: float) -> Bench:
+    """A bench that decodes nine sequences and got there one by one, in steps on this line."""
+    bench = Bench(num_blocks=400, budget=64, max_seqs=16)
+    for n in range(9):
+        bench.add(new_request(f"r{n}", prompt(3, kind=n), max_tokens=90))
+        run_timed(bench, 1.0, *[base + each * (n + 1)] * 4)
+    return bench
+
+
+def test_a_host_that_stood_still_hardly_changes_the_line() -> None:
+    bench = decoding_bench(0.005, 0.001)
+    run_timed(bench, *[0.014] * 40)
+    run_timed(bench, 5.0, 0.014)
+    rates = bench.scheduler.rates()
+    assert rates.decode_seconds_per_sequence == pytest.approx(0.001, abs=0.001)
+    line = rates.decode_base_seconds + 9 * rates.decode_seconds_per_sequence
+    assert line == pytest.approx(0.014, rel=0.2)
+
+
+def test_the_line_goes_through_the_steps_of_late_however_steep_it_was() -> None:
+    bench = decoding_bench(0.0, 0.004)
+    for _ in range(50):
+        run_timed(bench, 0.012)
+    rates = bench.scheduler.rates()
+    line = rates.decode_base_seconds + 9 * rates.decode_seconds_per_sequence
+    assert line < 0.024, "it follows the mean of the steps, most of which took 12 ms"
 
 
 def test_steps_that_prompts_share_say_nothing_of_what_a_sequence_adds() -> None:

@@ -62,6 +62,14 @@ def test_whose_line_is_not_known_is_taken_for_as_fast() -> None:
     assert spread(workers, decodes("d1", 20)) == [], "of d1 nothing is known to gain"
 
 
+def test_whose_line_is_not_known_is_taken_for_no_faster_than_its_steps() -> None:
+    workers = [worker("d0", D, line=LINE), worker("d1", D, line=(0.05, 0.0))]
+    assert spread(workers, decodes("d0", 20)) == []
+    workers = [worker("d0", D, line=LINE), worker("d1", D, line=(0.018, 0.0))]
+    assert len(spread(workers, decodes("d0", 20))) == 4
+    assert spread(workers, decodes("d1", 20)) == [], "of d1 nothing is known to gain"
+
+
 def test_a_small_gain_moves_nothing() -> None:
     flat = (0.0046, 0.00005)
     assert spread([worker("d0", D, line=flat), worker("d1", D, line=flat)], decodes("d0", 8)) == []
@@ -149,6 +157,7 @@ def test_an_idle_worker_is_of_use_where_batches_are_long() -> None:
     assert would_gain(worker("d", D, line=LINE, decoding=20), idle)
     assert not would_gain(worker("d", D, line=LINE, decoding=1), idle)
     assert not would_gain(worker("d", D, decoding=20), idle)
+    assert not would_gain(worker("d", D, line=(0.02, 0.0), decoding=20), worker("p", P, line=LINE))
     assert not would_gain(idle, idle)
     shared = ("GPU-1",)
     one = worker("d", D, line=LINE, decoding=20, devices=shared)
