@@ -25,8 +25,8 @@ from common.transfer.tcp_wire import (
 
 log = structlog.get_logger()
 
-HELLO_SECONDS = 2.0
-"""How long a connection may take to say its hello."""
+HELLO_SECONDS = 10.0
+"""How long a connection may take to say its hello: a busy host may keep a peer waiting."""
 MAX_GREETED = 64
 QUIET_SECONDS = 1.0
 """Refused strangers are told of in the log this often, with their number."""
