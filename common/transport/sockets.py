@@ -9,6 +9,7 @@ import asyncio
 import itertools
 import weakref
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -42,6 +43,8 @@ cut link after many minutes, and use a mended one again only after as long as it
 MAX_CONNECT_MILLISECONDS = 2000
 TELL_AGAIN_SECONDS = 5.0
 """How often a connection that keeps failing is told of."""
+REFUSED_AGAIN_SECONDS = 1.0
+"""After how long a binder that did not let our key in is asked again: it may have been given it."""
 
 Out = TypeVar("Out")
 In = TypeVar("In")
@@ -54,6 +57,7 @@ HANDSHAKE_FAILURES = {
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "it closed the connection: its key may be another one "
     "than the endpoint names",
 }
+_REFUSED = zmq.Event.HANDSHAKE_FAILED_AUTH
 _WATCHED = sum(HANDSHAKE_FAILURES) + zmq.EVENT_HANDSHAKE_SUCCEEDED  # a set of flags
 
 
@@ -138,6 +142,9 @@ class _Wire:
         self.socket: zmq.Socket[bytes] = context.zmq.socket(kind)
         self._monitor: zmq.Socket[bytes] | None = None
         self.refusal: str | None = None
+        self.num_connects = 0
+        self._address = ""
+        self._refused_at: float | None = None
         self._keys_told: dict[str, str] = {}
         self._tell_again_at = 0.0
         self.socket.setsockopt(zmq.LINGER, 0)
@@ -155,6 +162,7 @@ class _Wire:
     def try_send(self, frames: list[bytes]) -> bool:
         if self.socket.closed:
             return False
+        self._tend()
         try:
             self.socket.send_multipart(frames, flags=zmq.NOBLOCK)
         except zmq.Again:
@@ -186,8 +194,14 @@ class _Wire:
                 async with asyncio.timeout(REPOLL_SECONDS):
                     await self._readable.wait()
             except TimeoutError:
-                self._read_monitor()
+                self._tend()
         return []
+
+    def connect(self, address: str) -> None:
+        """Begin to connect; zmq.ZMQError where that cannot be. Once more after a refusal."""
+        self.socket.connect(address)
+        self._address = address
+        self.num_connects += 1
 
     def end_when_silent(self) -> None:
         """Give up, from now on, connections whose other end is not heard from any more."""
@@ -201,12 +215,28 @@ class _Wire:
         self._keys_told = {"our_key": shown_key(our_key), "its_key": shown_key(its_key)}
         self._monitor = self.socket.get_monitor_socket(_WATCHED)
 
-    def _read_monitor(self) -> None:
+    def _tend(self) -> None:
+        """See to a secured connection: tell why it does not come about, and connect again.
+
+        libzmq connects again by itself but where the binder refused our key. What was queued for
+        such a connection is lost.
+        """
         if self._monitor is None or self.socket.closed:
             return
-        while self._monitor.poll(0):
-            event = recv_monitor_message(self._monitor)
-            reason = self.refusal = HANDSHAKE_FAILURES.get(zmq.Event(event["event"]))
+        self._read_monitor(self._monitor)
+        now = self._loop.time()
+        if self._refused_at is not None and now - self._refused_at >= REFUSED_AGAIN_SECONDS:
+            self._refused_at = None
+            with suppress(zmq.ZMQError):  # there is nothing left to disconnect
+                self.socket.disconnect(self._address)
+            self.connect(self._address)
+
+    def _read_monitor(self, monitor: "zmq.Socket[bytes]") -> None:
+        while monitor.poll(0):
+            event = recv_monitor_message(monitor)
+            what = zmq.Event(event["event"])
+            self._refused_at = self._loop.time() if what is _REFUSED else None
+            reason = self.refusal = HANDSHAKE_FAILURES.get(what)
             if reason is not None and self._loop.time() >= self._tell_again_at:
                 self._tell_again_at = self._loop.time() + TELL_AGAIN_SECONDS
                 endpoint = event["endpoint"].decode()
@@ -255,7 +285,7 @@ class DealerLink(Generic[Out, In]):
             self._wire.end_when_silent()
             self._wire.watch_handshakes(keys.public, key)
         try:
-            self._wire.socket.connect(address)
+            self._wire.connect(address)
         except zmq.ZMQError as error:
             self._wire.close()
             raise ConfigError(f"cannot connect {channel.name} to {address}: {error}") from error
@@ -309,6 +339,14 @@ class DealerLink(Generic[Out, In]):
     def refusal(self) -> str | None:
         """Why the binder's last handshake with us failed; None when it did not, on TCP alone."""
         return self._wire.refusal
+
+    @property
+    def num_connects(self) -> int:
+        """How often it began to connect: again after our key was refused.
+
+        What was sent before the last time and not answered may be lost.
+        """
+        return self._wire.num_connects
 
     def close(self, linger_seconds: float = 0.0) -> None:
         """Close; messages still queued are sent within ``linger_seconds`` or dropped."""

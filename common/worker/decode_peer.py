@@ -42,6 +42,8 @@ class DecodePeer:
     transport: str = ""
     is_gone: bool = False
     unsent: list[TransferId] = field(default_factory=list)
+    asked_on: int = 0
+    """``num_connects`` of the link when the peer was asked to pair."""
 
     @property
     def key(self) -> PeerKey:
@@ -92,7 +94,7 @@ class DecodePeer:
     def why_not_paired(self, now: float) -> str | None:
         """Say why the pairing has failed so far, if it has.
 
-        A key that is not let in may be so soon: the link keeps trying, and has the request queued.
+        A key that is not let in may be so soon: the link keeps trying, and then it is asked again.
         """
         if self.link.refusal is None and self.is_given_up(now):
             return f"no answer within {PAIRING_SECONDS:g} s"

@@ -111,12 +111,17 @@ class OutboundHandoffs:
             link, now = self._connect(info.handoff_endpoint), monotonic()
             peer = DecodePeer(info, link, self._setup.lease_seconds, now, now)
             self._peers[key] = peer
-            request = PairRequest(
-                peer=self._setup.own.info, model_fingerprint=self._setup.model_fingerprint
-            )
-            peer.link.try_send(request, cause="pairing")
+            self._ask(peer)
             self._setup.tasks.create_task(self._serve(peer), name=f"handoff to {info.worker_id}")
         return peer
+
+    def _ask(self, peer: DecodePeer) -> None:
+        """Ask a decode side to pair, over the link's present connection."""
+        request = PairRequest(
+            peer=self._setup.own.info, model_fingerprint=self._setup.model_fingerprint
+        )
+        peer.link.try_send(request, cause="pairing")
+        peer.asked_on = peer.link.num_connects
 
     async def _serve(self, peer: DecodePeer) -> None:
         async for received in peer.link.received():
@@ -237,6 +242,8 @@ class OutboundHandoffs:
     def tick(self, now: float) -> None:
         """Notice expired leases, and peers that do not pair."""
         for peer in [p for p in self._peers.values() if p.pool is None]:
+            if peer.asked_on != peer.link.num_connects:
+                self._ask(peer)
             if (reason := peer.why_not_paired(now)) is None:
                 continue
             if peer.is_given_up(now):

@@ -267,7 +267,9 @@ async def test_a_pair_whose_key_is_not_let_in_is_told_and_serves_once_it_is(
         await asyncio.sleep(0.02)  # the gateway learns it with its next heartbeat
     assert (health["status"], "allowed/" in str(health["body"])) == (503, True)
     key_of_a.write_bytes(kept)
+    began = monotonic()
     await light.wait_ready("prefill-0", "decode-0")
+    assert monotonic() - began < PAIRING_SECONDS, "no pairing was given up first"
     assert len(light.logged(a, "prefill-0", "pairing_failed")) == 1, "told once"
     await light.stop("gateway-0", "prefill-0", "decode-0", "controller")
 

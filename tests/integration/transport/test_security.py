@@ -1,6 +1,7 @@
 """CURVE on TCP: who gets in, who is told why not, and what never happens without keys."""
 
 import asyncio
+import shutil
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from common.messages.control import (
     HeartbeatAnswered,
     WorkerToController,
 )
+from common.transport import security, sockets
 from common.transport.channels import CONTROL
 from common.transport.security import (
     ALLOWED_NAME,
@@ -128,6 +130,33 @@ async def test_a_wrong_key_is_never_answered_and_the_log_says_which(
         assert refused[0]["our_key"] == rejected[0]
     else:
         assert refused[0]["its_key"] == shown_key(stranger.public)
+
+
+async def test_a_key_that_is_let_in_later_speaks_from_then_on(
+    keys: Keys, stranger: Keys, contexts: list[Context], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sockets, "REFUSED_AGAIN_SECONDS", 0.1)
+    monkeypatch.setattr(security, "READ_AGAIN_SECONDS", 0.1)
+    contexts += [new_context(keys), new_context(stranger)]
+    hub = hub_of(contexts[0])
+    link = link_of(contexts[1], hub.endpoint)
+    async with asyncio.TaskGroup() as tasks, asyncio.timeout(DEADLINE_SECONDS):
+        answers = tasks.create_task(first_of(link.received()))
+        while link.num_connects < 3:  # asked again, and refused again
+            await asyncio.sleep(0.02)
+        assert "let our key in" in str(link.refusal)
+        shutil.copy(stranger.folder / PUBLIC_NAME, keys.folder / ALLOWED_NAME / "later.key")
+        heard = tasks.create_task(first_of(hub.received()))
+        while not heard.done():
+            link.try_send(Goodbye(reason="hello"), "test")
+            await asyncio.sleep(0.02)
+        assert hub.try_send(WORKER, HeartbeatAnswered(sequence=3), "test")
+        await answers
+        num_connects = link.num_connects
+        await asyncio.sleep(2 * sockets.REFUSED_AGAIN_SECONDS)
+        assert link.try_send(Goodbye(reason="again"), "test")
+        assert link.refusal is None
+        assert link.num_connects == num_connects, "it is connected"
 
 
 async def test_tcp_without_keys_is_refused_on_both_sides(
