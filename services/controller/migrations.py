@@ -10,8 +10,8 @@ from services.controller import request_machine as machine
 from services.controller.effects import Effect, Fact, Note, Send
 from services.controller.members import Members
 from services.controller.policy.migration import DecodeView, Migration, plan_migrations
-from services.controller.policy.spread import plan_spread
-from services.controller.policy.views import Incarnation
+from services.controller.policy.spread import plan_returns, plan_spread
+from services.controller.policy.views import Incarnation, WorkerView
 from services.controller.request_book import RequestBook
 from services.controller.request_machine import DECODED, RequestPhase
 from services.controller.request_record import RequestRecord
@@ -23,6 +23,9 @@ MOVED_AGAIN_SECONDS = 5.0
 MOVED_TWICE_SECONDS = 60.0
 """The same for one that has moved so twice: where a long context makes the steps long wherever it
 is, or the workers' speeds change, it would wander for ever."""
+
+RETURN_SECONDS = 1.0
+"""For so long after a request, decodes leave prefill workers that took them in a quiet time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +59,23 @@ class Migrations:
         moves = plan_migrations(workers, decodes, num_moving)
         begun = {move.request_id for move in moves}
         decodes = [decode for decode in decodes if decode.request_id not in begun]
-        spread = plan_spread(workers, decodes, self._counts(), num_moving + len(moves))
+        spread = self._spread_moves(workers, decodes, num_moving + len(moves), now)
         self._note_spread(spread, now)
-        moves += spread
         effects: list[Effect] = []
-        for move in moves:
+        for move in (*moves, *spread):
             effects += self._begin(move, cause, now)
         return effects
+
+    def _spread_moves(
+        self, workers: list[WorkerView], decodes: list[DecodeView], num_moving: int, now: float
+    ) -> list[Migration]:
+        """Return the moves that let prompts come sooner, or else tokens."""
+        if now - self._book.last_submitted_at < RETURN_SECONDS:
+            guests = [decode for decode in decodes if decode.request_id in self._spread]
+            returns = plan_returns(workers, guests, self._counts(), num_moving)
+            if returns:
+                return returns
+        return plan_spread(workers, decodes, self._counts(), num_moving)
 
     def _note_spread(self, moves: list[Migration], now: float) -> None:
         requests = self._book.requests

@@ -8,7 +8,8 @@ again then. A worker helps on while it has less to do than the half that it help
 because of its help is no reason to end it.
 
 Where no prompts came for a while and none waits, a prefill worker helps to decode as well if that
-makes tokens come sooner (``spread``): the tail of a burst would leave it idle.
+makes tokens come sooner (``spread``): the tail of a burst would leave it idle. The next prompt ends
+that help at once.
 
 A *switch* is the slow one: when the same half was short for ``PERSIST_SECONDS``, one worker of the
 other half changes its role. At least ``COOL_DOWN_SECONDS`` lie between two switches of the cluster,
@@ -74,10 +75,11 @@ class Switch:
 
 @dataclass(slots=True)
 class _Grant:
-    """A worker's help to a role, and for how many rounds more."""
+    """A worker's help to a role, for how many rounds more, and whether only while it is quiet."""
 
     role: Role
     num_rounds: int
+    is_for_quiet: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,13 +144,15 @@ class RolePlanner:
                     actions.append(Unhelp(worker.key, "it drains or has another role now"))
                     continue
                 grant.num_rounds -= 1
-                if grant.num_rounds > 0:
+                is_over = grant.is_for_quiet and not this.is_quiet
+                if grant.num_rounds > 0 and not is_over:
                     continue
             elif switch is not None and switch.worker == worker.key:
                 continue
             role, reason = self._helped_role(worker, this, grant)
             if role is not None:
-                self._grants[worker.key] = _Grant(role, HELP_ROUNDS)
+                is_for_quiet = role is not this.short
+                self._grants[worker.key] = _Grant(role, HELP_ROUNDS, is_for_quiet)
                 actions.append(Help(worker.key, role, HELP_MODE, HELP_STEPS, reason))
             elif grant is not None:
                 del self._grants[worker.key]

@@ -12,6 +12,9 @@ A worker whose line is not known yet is taken for as fast as the other one, but 
 its steps were. One that has prompts to compute gets nothing: the tokens there would wait for these.
 Nor does one on the same GPU, where two batches would share what one has. Whoever moved lately
 stays.
+
+A prefill worker that took decodes in a quiet time gives them back when prompts come again
+(``plan_returns``): these would be held up until the last of them is done.
 """
 
 from collections import Counter, defaultdict
@@ -107,6 +110,46 @@ def plan_spread(
     return moves
 
 
+def plan_returns(
+    workers: Sequence[WorkerView],
+    guests: Sequence[DecodeView],
+    counts: Mapping[Incarnation, int],
+    num_moving: int = 0,
+) -> list[Migration]:
+    """Return the moves by which ``guests`` leave prefill workers that do not decode any more.
+
+    Each goes where the step with it is the shortest. What is nearly done stays.
+    """
+    number = Counter(counts)
+    used = {worker.key: worker.used_blocks for worker in workers}
+    hosts = {w.key: w for w in workers if not w.can_decode and not w.is_draining}
+    targets = [w for w in workers if w.can_decode and not w.uncomputed_tokens]
+    moves: list[Migration] = []
+    for decode in sorted(guests, key=lambda d: (-d.num_left, d.num_blocks, d.request_id)):
+        host = hosts.get(decode.worker)
+        if host is None or not decode.is_movable or num_moving + len(moves) >= MAX_SPREADING:
+            continue
+        steps = [
+            (step_there(host, target, number[target.key] + 1), target)
+            for target in targets
+            if number[target.key] < target.max_num_seqs
+            and _can_take(target, host, used[target.key] + decode.num_blocks)
+        ]
+        steps = [
+            (step, target)
+            for step, target in steps
+            if step * decode.num_left >= PAYS * _cost(host, target, decode)
+        ]
+        if not steps:
+            continue
+        _, target = min(steps, key=lambda each: (each[0], each[1].worker_id))
+        number[target.key] += 1
+        used[target.key] += decode.num_blocks
+        reason = "prompts come again"
+        moves.append(Migration(decode.request_id, host.key, target.key, decode.num_blocks, reason))
+    return moves
+
+
 def _next_move(
     sources: Sequence[WorkerView],
     targets: Sequence[WorkerView],
@@ -143,6 +186,11 @@ def _rate(source: WorkerView, target: WorkerView) -> float:
     """Bytes per second there; as back where only that was measured."""
     is_measured = source.link_rates.get(target.key, 0.0) > 0
     return link_rate(source, target) if is_measured else link_rate(target, source)
+
+
+def _cost(source: WorkerView, target: WorkerView, decode: DecodeView) -> float:
+    """Return the seconds of tokens that a move takes from a decode."""
+    return STILL_SECONDS + decode.num_blocks * source.block_bytes / link_rate(source, target)
 
 
 def _can_take(target: WorkerView, source: WorkerView, num_used: int) -> bool:

@@ -97,7 +97,7 @@ def long_batch_cluster(num_decode: int, control: RoleControl = RoleControl.AUTO)
     """A cluster whose d0 decodes ten requests and has told how long its steps take."""
     cluster = pair_cluster(limits=ControllerLimits(role_control=control))
     for n in range(10):
-        cluster.submit(f"r{n}", max_tokens=200)
+        cluster.submit(f"r{n}", max_tokens=400)
         cluster.started("d0", f"r{n}")
     for n in range(1, num_decode):
         cluster.join(f"d{n}", "decode", pid=200 + n)  # type: ignore[arg-type]  # its value
@@ -109,7 +109,8 @@ def tell_long_batch(cluster: Cluster) -> None:
     measured = rates(prefill=1000.0, step_seconds=0.025, line=LINE)
     for worker in cluster.core.members.workers.values():
         name = worker.peer.worker_id
-        load = heartbeat(kv(), num_decoding=10, measured=measured) if name == "d0" else heartbeat()
+        num_decoding = 10 if name == "d0" else 0
+        load = heartbeat(kv(), num_decoding=num_decoding, measured=measured)
         cluster.beat(name, load)
     cluster.gateway_beat()
 
@@ -164,6 +165,29 @@ def test_in_a_quiet_time_a_prefill_worker_takes_decodes_of_a_long_batch() -> Non
     effects = cluster.tick(after=ROUND)
     assert "help_granted" in notes(effects)
     assert {(source, target) for source, _, target in moves(effects)} == {("d0", "p0")}
+
+
+def test_when_prompts_come_again_a_prefill_worker_gives_the_decodes_back() -> None:
+    cluster = long_batch_cluster(num_decode=1)
+    cluster.now += QUIET_SECONDS
+    tell_long_batch(cluster)
+    taken = {name for _, name, _ in moves(cluster.tick(after=ROUND))}
+    for name in taken:
+        cluster.started("p0", name)
+    assert len(taken) == 4
+    cluster.submit("next")
+    tell_long_batch(cluster)
+    effects = cluster.tick(after=ROUND)
+    assert "help_ended" in notes(effects)
+    assert set(moves(effects)) == {("p0", name, "d0") for name in taken}
+    for name in taken:
+        cluster.started("d0", name)
+    cluster.finished("p0", "next")
+    cluster.now += QUIET_SECONDS
+    tell_long_batch(cluster)
+    again = {name for _, name, _ in moves(cluster.tick(after=ROUND))}
+    assert len(again) == 4
+    assert not again & taken, "who came back stays for a minute"
 
 
 def test_where_the_operator_gives_the_roles_a_prefill_worker_takes_no_decodes() -> None:

@@ -138,7 +138,7 @@ def test_when_no_prompts_come_prefill_workers_decode_where_that_is_faster() -> N
         each for _ in range(16) for each in cluster.round(Scenario.NORMAL, EVEN, is_quiet=True)
     ]
     assert [type(each) for each in renewed] == [Help, Help]
-    ended = cluster.run(HELP_ROUNDS * ROUND, Scenario.NORMAL, EVEN)
+    ended = cluster.round(Scenario.NORMAL, EVEN)
     assert [type(each) for each in ended] == [Unhelp], "prompts come again"
 
 

@@ -13,6 +13,7 @@ from services.controller.policy.spread import (
     MIN_GAIN,
     PAYS,
     STILL_SECONDS,
+    plan_returns,
     plan_spread,
     step_there,
     would_gain,
@@ -162,6 +163,42 @@ def test_an_idle_worker_is_of_use_where_batches_are_long() -> None:
     shared = ("GPU-1",)
     one = worker("d", D, line=LINE, decoding=20, devices=shared)
     assert not would_gain(one, worker("p", P, devices=shared))
+
+
+def returns(
+    workers: list[WorkerView], running: list[DecodeView], num_moving: int = 0
+) -> list[tuple[str, str]]:
+    counts = Counter(decode.worker for decode in running)
+    moves = plan_returns(workers, running, counts, num_moving)
+    return [(move.source[0], move.target[0]) for move in moves]
+
+
+def test_prefill_workers_give_decodes_back_to_those_with_the_shortest_steps() -> None:
+    host = worker("p", P, line=LINE)
+    decoders = [worker("d0", D, line=LINE), worker("d1", D, line=(0.006, 0.001))]
+    running = [*decodes("p", 7), *decodes("d0", 4)]
+    assert Counter(returns([host, *decoders], running)) == {("p", "d0"): 2, ("p", "d1"): 5}
+    assert returns([worker("p", P, line=LINE, may_decode=True), *decoders], running) == []
+    assert returns([worker("p", P, line=LINE, is_draining=True), *decoders], running) == []
+
+
+def test_what_is_nearly_done_or_has_no_place_stays_at_the_prefill_worker() -> None:
+    host = worker("p", P, line=LINE, pairings={"broken": BROKEN}, links={"slow": 1e6})
+    able = worker("d", D, line=LINE)
+    assert returns([host, able], decodes("p", 5, num_left=3)) == []
+    others = [
+        worker("busy", D, uncomputed=5),
+        worker("broken", D),
+        worker("full", D, used=int(1000 * MAX_TARGET_SHARE) - 1),
+        worker("slow", D),
+        worker("idle", P),
+    ]
+    assert returns([host, *others], decodes("p", 5)) == []
+    small = replace(able, max_num_seqs=3)
+    assert returns([host, *others, small], decodes("p", 5)) == [("p", "d")] * 3
+    fixed = [replace(each, is_movable=False) for each in decodes("p", 5)]
+    assert returns([host, able], fixed) == []
+    assert len(returns([host, able], decodes("p", 40), MAX_SPREADING - 2)) == 2
 
 
 @given(
