@@ -171,7 +171,7 @@ def _next_move(
                 continue
             there = step_there(source, target, number[target.key] + 1)
             gain = longer - there
-            cost = STILL_SECONDS + decode.num_blocks * source.block_bytes / _rate(source, target)
+            cost = _cost(source, target, decode)
             is_worth_it = gain > MIN_GAIN * longer and gain * decode.num_left >= PAYS * cost
             if is_worth_it and (best is None or gain > best[0]):
                 best = gain, target
@@ -190,7 +190,7 @@ def _rate(source: WorkerView, target: WorkerView) -> float:
 
 def _cost(source: WorkerView, target: WorkerView, decode: DecodeView) -> float:
     """Return the seconds of tokens that a move takes from a decode."""
-    return STILL_SECONDS + decode.num_blocks * source.block_bytes / link_rate(source, target)
+    return STILL_SECONDS + decode.num_blocks * source.block_bytes / _rate(source, target)
 
 
 def _can_take(target: WorkerView, source: WorkerView, num_used: int) -> bool:
