@@ -141,28 +141,40 @@ class Served:
 
 def leftovers(settings: Settings, held: Footprint) -> list[str]:
     """Name what of a cluster that has ended is still there: nothing should be."""
-    left = [f"process {pid}" for pid in held.pids if psutil.pid_exists(pid) and not _is_dead(pid)]
+    left = _still_there(settings, held)
     still = set(_mapped_pools(psutil.pids())) & held.memory_files
     left += [f"memory file {inode}" for _, inode in still]
     if settings.run_dir.exists():
         left += [str(path) for path in settings.run_dir.iterdir()]
     left += [str(path) for path in Path("/dev/shm").glob("*flowpath*")]
+    return left
+
+
+def _is_port_taken(settings: Settings) -> bool:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((settings.host, settings.port))
         except OSError:
-            left.append(f"port {settings.port}")
-    return left
+            return True
+    return False
+
+
+def _still_there(settings: Settings, held: Footprint) -> list[str]:
+    left = [f"process {pid}" for pid in held.pids if psutil.pid_exists(pid) and not _is_dead(pid)]
+    return [*left, *([f"port {settings.port}"] if _is_port_taken(settings) else [])]
 
 
 async def wait_gone(settings: Settings, held: Footprint, deadline_seconds: float = 10.0) -> None:
-    """Wait until the processes have ended. ServeError at the deadline."""
+    """Wait until the processes have ended. ServeError at the deadline.
+
+    A killed one is dead as soon as its first thread is, but its sockets close with its last.
+    """
     deadline = monotonic() + deadline_seconds
     never = asyncio.Event()
-    while left := [pid for pid in held.pids if psutil.pid_exists(pid) and not _is_dead(pid)]:
+    while left := _still_there(settings, held):
         if monotonic() > deadline:
-            raise ServeError(f"processes {left} go on")
+            raise ServeError(f"{left} are still there")
         try:
             async with asyncio.timeout(POLL_SECONDS):
                 await never.wait()
