@@ -132,8 +132,7 @@ def plan_returns(
         steps = [
             (step_there(host, target, number[target.key] + 1), target)
             for target in targets
-            if number[target.key] < target.max_num_seqs
-            and _can_take(target, host, used[target.key] + decode.num_blocks)
+            if _can_take(target, host, number[target.key], used[target.key] + decode.num_blocks)
         ]
         steps = [
             (step, target)
@@ -165,9 +164,8 @@ def _next_move(
         longer = line_of(source).at(number[source.key])
         best: tuple[float, WorkerView] | None = None
         for target in targets:
-            if number[target.key] >= target.max_num_seqs:
-                continue
-            if not _can_take(target, source, used[target.key] + decode.num_blocks):
+            num_used = used[target.key] + decode.num_blocks
+            if not _can_take(target, source, number[target.key], num_used):
                 continue
             there = step_there(source, target, number[target.key] + 1)
             gain = longer - there
@@ -193,11 +191,13 @@ def _cost(source: WorkerView, target: WorkerView, decode: DecodeView) -> float:
     return STILL_SECONDS + decode.num_blocks * source.block_bytes / _rate(source, target)
 
 
-def _can_take(target: WorkerView, source: WorkerView, num_used: int) -> bool:
+def _can_take(target: WorkerView, source: WorkerView, num_decoding: int, num_used: int) -> bool:
+    """Whether one decode more fits there, with so many blocks in use then."""
     return (
         target.key != source.key
         and takes_decodes_of(target, source)
         and not source.devices & target.devices
+        and num_decoding < target.max_num_seqs
         and num_used <= MAX_TARGET_SHARE * target.total_blocks
         and source.pairing_with(target) is not Pairing.BROKEN
     )
