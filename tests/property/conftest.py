@@ -1,15 +1,5 @@
-import sys
+from tests.support.steady import load_steady_profile, one_torch_thread
 
-import pytest
-from hypothesis import settings
+__all__ = ["one_torch_thread"]
 
-# A busy machine must not fail a property by its clock, and a property finds the same every time.
-settings.register_profile("steady", deadline=None, derandomize=True)
-settings.load_profile("steady")
-
-
-@pytest.fixture(autouse=True)
-def _one_torch_thread() -> None:
-    """Compute small tensors alone: on a busy machine threads wait for each other far longer."""
-    if (torch := sys.modules.get("torch")) is not None:
-        torch.set_num_threads(1)
+load_steady_profile()

@@ -411,7 +411,7 @@ SchedulerMachine.TestCase.settings = settings(
 )
 TestLocalScheduler = SchedulerMachine.TestCase
 
-NUM_WALKS = 400
+NUM_WALKS = 1500
 """Random walks come further than Hypothesis in the same time, but cannot shrink what they find."""
 
 
