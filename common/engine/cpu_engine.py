@@ -13,7 +13,7 @@ from common.engine.communicator import ALONE, Communicator
 from common.engine.decoder import Decoder
 from common.engine.dtype import TORCH_DTYPES
 from common.engine.failure import RowOutcome, RowsFailed
-from common.engine.interface import LaunchedStep, StepRow
+from common.engine.interface import LaunchedStep, StepRow, SynchronousStep
 from common.engine.kernels import DecoderKernels
 from common.engine.random_weights import RandomWeights
 from common.engine.rope import rotary_tables
@@ -31,7 +31,7 @@ MakeKernels = Callable[
 
 
 @dataclass(frozen=True, slots=True)
-class CpuStep:
+class CpuStep(SynchronousStep):
     """A step that is checked and flattened, and computed when it is collected."""
 
     number: int

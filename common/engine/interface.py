@@ -68,6 +68,14 @@ class LaunchedStep(Protocol):
         """How many steps were launched before."""
         ...
 
+    def seconds_after(self, before: "LaunchedStep | None") -> float | None:
+        """Return the device's time from the end of the step before to its own end.
+
+        That is the step which was in flight when it was launched; where none was (None), the time
+        is from its own launch. Both were collected. None where the device cannot tell.
+        """
+        ...
+
 
 class Engine(Protocol):
     """Executes steps over one KV pool. Called from one thread at a time."""
@@ -95,8 +103,18 @@ class Engine(Protocol):
         ...
 
 
+class SynchronousStep:
+    """Base of steps that are computed when they are collected."""
+
+    __slots__ = ()
+
+    def seconds_after(self, before: LaunchedStep | None) -> float | None:
+        """Return None: whoever waited for the step knows how long it took."""
+        return None
+
+
 @dataclass(frozen=True, slots=True)
-class DeferredStep:
+class DeferredStep(SynchronousStep):
     """A step of an engine that computes when it is asked for the outcome."""
 
     number: int

@@ -79,6 +79,8 @@ class WorkerLoad:
     num_sending: Count
     num_receiving: Count
     num_decoding: Count
+    num_decode_tokens: Count = 0
+    """Tokens that the decoding sequences attend to, over all of them."""
     num_swapped: Count = 0
     """Sequences whose KV lies in host memory until there is room again."""
     uncomputed_tokens: Count
@@ -103,7 +105,9 @@ class WorkerRates:
     """Tokens drawn per second of steps that decode, over all sequences."""
     decode_base_seconds: Seconds = 0.0
     decode_seconds_per_sequence: Seconds = 0.0
-    """A step that only decodes takes the first, and the second for each of its sequences."""
+    decode_seconds_per_token: Seconds = 0.0
+    """A step that only decodes takes the first, the second for each of its sequences, and the third
+    for each token that these attend to."""
     read_tokens_per_second: Rate = 0.0
     """Tokens whose KV came from the store, per second of reading."""
 

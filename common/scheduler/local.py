@@ -364,6 +364,7 @@ class LocalScheduler:
             num_sending=num_sending,
             num_receiving=num_receiving,
             num_decoding=len(decode.running) + len(decode.frozen),
+            num_decode_tokens=sum(each.length for each in (*decode.running, *decode.frozen)),
             num_swapped=len(decode.swapped),
             uncomputed_tokens=prefill.num_uncomputed_tokens + again,
             num_steps=self.num_steps,

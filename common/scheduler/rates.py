@@ -7,22 +7,12 @@ it took and one that was slow for a reason of its own does little.
 from collections.abc import Sequence as SequenceOf
 
 from common.messages.fields import WorkerRates
+from common.scheduler.decode_cost import HALF_LIFE_SECONDS, CostMeter
 from common.scheduler.steps import PlannedRow, StepPlan
-
-HALF_LIFE_SECONDS = 5.0
-"""Busy time after which a step counts half."""
 
 EWMA_WEIGHT = 0.3
 
-MIN_SPREAD = 0.1
-"""How far the batch sizes of decode steps must lie apart, as a share of their mean, to tell what
-one sequence more costs."""
-
-MAX_TIMES = 4.0
-"""A decode step counts as at most so many times as long as it would have been expected: one that a
-host which stood still made long says nothing about its sequences."""
-
-SLOWEST_SHARE = 1.5
+SLOWEST_SHARE = 1.25
 """How much longer than alone decodes may take on average where that is over the SLA."""
 
 MAX_DEBT = 8.0
@@ -46,42 +36,6 @@ class _FadingRate:
         return self._amount / self._seconds if self._seconds > 0 else 0.0
 
 
-class _FadingLine:
-    """The line through (sequences, seconds) of steps, which never falls.
-
-    ``slope`` is 0 while only one count was seen, and stays as it is while the counts say nothing
-    new; but the line goes through their mean, and its ``base`` is not below 0.
-    """
-
-    def __init__(self) -> None:
-        self._weight = 0.0
-        self._count = 0.0
-        self._seconds = 0.0
-        self._count_squared = 0.0
-        self._product = 0.0
-        self.slope = 0.0
-        self.base = 0.0
-
-    def add(self, count: int, seconds: float) -> None:
-        if self._weight:
-            expected = self._seconds * max(1 / self._weight, count / self._count)
-            seconds = min(seconds, MAX_TIMES * expected)
-        keep: float = 0.5 ** (seconds / HALF_LIFE_SECONDS)
-        self._weight = self._weight * keep + 1.0
-        self._count = self._count * keep + count
-        self._seconds = self._seconds * keep + seconds
-        self._count_squared = self._count_squared * keep + count * count
-        self._product = self._product * keep + count * seconds
-        mean = self._count / self._weight
-        mean_seconds = self._seconds / self._weight
-        variance = self._count_squared / self._weight - mean * mean
-        if variance >= (MIN_SPREAD * mean) ** 2:
-            covariance = self._product / self._weight - mean * mean_seconds
-            self.slope = max(0.0, covariance / variance)
-        self.slope = min(self.slope, mean_seconds / mean)
-        self.base = max(0.0, mean_seconds - self.slope * mean)
-
-
 class StepRates:
     """Learns from every finished step.
 
@@ -97,7 +51,7 @@ class StepRates:
         self._prefill_alone = _FadingRate()
         self._decode = _FadingRate()
         self._decode_alone = 0.0
-        self._decode_line = _FadingLine()
+        self._decode_cost = CostMeter()
         self._token_seconds = 0.0
         self._token_seconds_alone = 0.0
         self._target = 0.0
@@ -111,12 +65,14 @@ class StepRates:
 
     def rates(self) -> WorkerRates:
         """Return the rates of late; 0 where nothing was measured."""
+        cost = self._decode_cost.cost()
         return WorkerRates(
             prefill_tokens_per_second=self._prefill.value,
             decode_step_seconds=self._token_seconds_alone or self._token_seconds,
             decode_tokens_per_second=self._decode.value,
-            decode_base_seconds=self._decode_line.base,
-            decode_seconds_per_sequence=self._decode_line.slope,
+            decode_base_seconds=cost.base,
+            decode_seconds_per_sequence=cost.each,
+            decode_seconds_per_token=cost.token,
         )
 
     def prompt_allowance(self, sla_seconds: float) -> int | None:
@@ -156,7 +112,8 @@ class StepRates:
             self._decode.add(len(decodes), seconds)
         if decodes and not num_prompt_tokens:
             self._decode_alone = _ewma(self._decode_alone, seconds)
-            self._decode_line.add(len(decodes), seconds)
+            num_tokens = sum(row.start + row.num_tokens for row in decodes)
+            self._decode_cost.add(len(decodes), num_tokens, seconds)
         if num_prompt_tokens >= self._block_size:
             # Fewer say how long a step takes, and not how fast prompts are computed.
             self._prefill.add(num_prompt_tokens, seconds)

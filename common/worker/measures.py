@@ -80,7 +80,8 @@ def _failure(outcome: Outcome) -> str | None:
 class TimedStep:
     """A finished step, when it began on the monotonic clock, and how long it took, in seconds.
 
-    It began when the worker handed it over, or when the one before it was over.
+    It began when the worker handed it over, or when the one before it was over. ``seconds`` are the
+    device's where it could tell them.
     """
 
     step: FinishedStep
@@ -124,8 +125,10 @@ class StepClock:
         timed: list[TimedStep] = []
         for step in steps:
             self._num_open -= 1
-            timed.append(TimedStep(step, self._busy_since, now - self._busy_since))
-            self._metrics.step_seconds.observe(now - self._busy_since)
+            seconds = now - self._busy_since
+            known = seconds if step.device_seconds is None else step.device_seconds
+            timed.append(TimedStep(step, self._busy_since, known))
+            self._metrics.step_seconds.observe(seconds)
             self._metrics.step_host_seconds.observe(self._host_seconds + step.launch_seconds)
             self._busy_since, self._host_seconds = now, 0.0
         return timed

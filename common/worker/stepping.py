@@ -30,12 +30,15 @@ on elsewhere."""
 class FinishedStep:
     """A plan and its outcome: one result a row, in order.
 
-    ``launch_seconds`` is the time that the engine's thread took to hand it to the device.
+    ``launch_seconds`` is the time that the engine's thread took to hand it to the device, and
+    ``device_seconds`` the device's own, where it can tell (``LaunchedStep.seconds_after``): the
+    thread sees a step's end late when it is launching the next one.
     """
 
     plan: StepPlan
     results: Sequence[RowResult]
     launch_seconds: float
+    device_seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,8 @@ class _InFlight:
     step: LaunchedStep
     launched_at: float
     launch_seconds: float
+    before: LaunchedStep | None
+    """The one that was in flight when it was launched."""
 
 
 class StepPipeline:
@@ -99,7 +104,9 @@ class StepPipeline:
             except ENGINE_ERRORS as error:
                 failed = FinishedStep(plan, _all_failed(plan, error), perf_counter() - started)
                 return [*self._collect_all(), failed]
-            self._in_flight.append(_InFlight(plan, step, started, perf_counter() - started))
+            before = self._in_flight[-1].step if self._in_flight else None
+            took = perf_counter() - started
+            self._in_flight.append(_InFlight(plan, step, started, took, before))
             if len(self._in_flight) < self._engine.max_in_flight:
                 return []
         return [self._collect()] if self._in_flight else []
@@ -114,16 +121,19 @@ class StepPipeline:
         except EngineBroken:
             raise
         except ENGINE_ERRORS as error:
-            results = _all_failed(oldest.plan, error)
-        self._hold_back(oldest)
-        return FinishedStep(oldest.plan, results, oldest.launch_seconds)
+            failed_ones = _all_failed(oldest.plan, error)
+            return FinishedStep(oldest.plan, failed_ones, oldest.launch_seconds)
+        if self._slow_down > 1:
+            self._hold_back(oldest)
+            return FinishedStep(oldest.plan, results, oldest.launch_seconds)
+        seconds = oldest.step.seconds_after(oldest.before)
+        return FinishedStep(oldest.plan, results, oldest.launch_seconds, seconds)
 
     def _hold_back(self, step: _InFlight) -> None:
         """Wait as much longer as the step is to take; it began when the one before it was over."""
-        if self._slow_down > 1:
-            seconds = perf_counter() - max(step.launched_at, self._free_at)
-            self._never.wait(seconds * (self._slow_down - 1))
-            self._free_at = perf_counter()
+        seconds = perf_counter() - max(step.launched_at, self._free_at)
+        self._never.wait(seconds * (self._slow_down - 1))
+        self._free_at = perf_counter()
 
     def _number_of(self, plan_number: int) -> int:
         return next(

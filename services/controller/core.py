@@ -272,7 +272,8 @@ class ControllerCore:
                 gateway.is_draining = message.is_draining
                 return [Send(key, self._cluster_state(now), cause)]
             case SubmitRequest():
-                effects = self._dispatcher.submit(gateway, message, payload, cause, now)
+                effects = self.elasticity.end_quiet(cause, now)
+                effects += self._dispatcher.submit(gateway, message, payload, cause, now)
                 self._replicas.submitted(self.book.requests.get(message.request_id), now)
                 return effects
             case CancelRequest() if message.request_id not in self.book.requests:

@@ -81,6 +81,10 @@ class Elasticity:
         """Take all help back: the operator gives the roles from now on."""
         return self._carry_out(self._role_planner.withdraw(), cause, now=0.0)
 
+    def end_quiet(self, cause: str, now: float) -> list[Effect]:
+        """A request has come: those that help to decode only while none does are to end it."""
+        return self._carry_out(self._role_planner.end_quiet(), cause, now)
+
     def take_round(self, cause: str, now: float) -> list[Effect]:
         """Look at the load and decide."""
         ready = [w.view() for w in self._members.ready_workers()]

@@ -20,6 +20,7 @@ from common.messages.fields import (
     WorkerState,
     WorkerTotals,
 )
+from common.scheduler.decode_cost import DecodeCost
 from services.controller.effects import Effect, Note, PeerKey
 from services.controller.policy.cluster_view import ClusterView
 from services.controller.policy.estimates import Objectives
@@ -211,6 +212,7 @@ class WorkerRecord:
             is_draining=self.is_draining or self.is_drain_ordered,
             has_heartbeat=self.load is not None,
             num_decoding=self.load.num_decoding if self.load else 0,
+            num_decode_tokens=self.load.num_decode_tokens if self.load else 0,
             num_unfinished=self.num_placed + (self.load.num_decoding if self.load else 0),
             max_num_seqs=self.hello.max_num_seqs,
             max_num_batched_tokens=self.hello.max_num_batched_tokens,
@@ -218,8 +220,7 @@ class WorkerRecord:
             prefill_rate=rates.prefill_tokens_per_second if rates else 0.0,
             decode_step_seconds=rates.decode_step_seconds if rates else 0.0,
             decode_rate=rates.decode_tokens_per_second if rates else 0.0,
-            decode_base_seconds=rates.decode_base_seconds if rates else 0.0,
-            decode_seconds_per_sequence=rates.decode_seconds_per_sequence if rates else 0.0,
+            decode_cost=_decode_cost(rates),
             link_rates=self.link_rates,
             devices=frozenset(self.hello.devices),
             host=self.peer.host,
@@ -455,3 +456,11 @@ class Members:
             assert key not in self._dead, key
         names = [key[0] for key in (*self.workers, *self.gateways)]
         assert len(names) == len(set(names)), names
+
+
+def _decode_cost(rates: WorkerRates | None) -> DecodeCost:
+    if rates is None:
+        return DecodeCost()
+    return DecodeCost(
+        rates.decode_base_seconds, rates.decode_seconds_per_sequence, rates.decode_seconds_per_token
+    )

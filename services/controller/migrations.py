@@ -1,6 +1,6 @@
 """Running decodes that move to another worker: from full pools, draining workers, long batches."""
 
-from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from common.ids import RequestId, WorkerId
@@ -10,7 +10,7 @@ from services.controller import request_machine as machine
 from services.controller.effects import Effect, Fact, Note, Send
 from services.controller.members import Members
 from services.controller.policy.migration import DecodeView, Migration, plan_migrations
-from services.controller.policy.spread import plan_returns, plan_spread
+from services.controller.policy.spread import Batch, plan_returns, plan_spread
 from services.controller.policy.views import Incarnation, WorkerView
 from services.controller.request_book import RequestBook
 from services.controller.request_machine import DECODED, RequestPhase
@@ -36,6 +36,18 @@ class _Spread:
     begun_at: float
 
 
+@dataclass(slots=True)
+class _Progress:
+    """What a running decode is thought to have drawn: one token in each of its worker's steps.
+
+    ``num_steps`` is the worker's count when ``num_drawn`` was brought up to date.
+    """
+
+    worker: Incarnation
+    num_steps: int
+    num_drawn: int = 1
+
+
 class Migrations:
     """Begins moves, once a round; ``lifecycle`` takes what becomes of them."""
 
@@ -43,6 +55,7 @@ class Migrations:
         self._members = members
         self._book = book
         self._spread: dict[RequestId, _Spread] = {}
+        self._progress: dict[RequestId, _Progress] = {}
 
     def take_round(self, cause: str, now: float) -> list[Effect]:
         """Begin the moves that are due."""
@@ -53,6 +66,7 @@ class Migrations:
         ]
         records = self._book.requests.values()
         num_moving = sum(record.phase is RequestPhase.MIGRATING for record in records)
+        self._note_progress(records)
         decodes = [
             self._view(record, now) for record in records if record.phase is RequestPhase.DECODING
         ]
@@ -70,12 +84,31 @@ class Migrations:
         self, workers: list[WorkerView], decodes: list[DecodeView], num_moving: int, now: float
     ) -> list[Migration]:
         """Return the moves that let prompts come sooner, or else tokens."""
+        batches = self._batches()
         if now - self._book.last_submitted_at < RETURN_SECONDS:
             guests = [decode for decode in decodes if decode.request_id in self._spread]
-            returns = plan_returns(workers, guests, self._counts(), num_moving)
+            returns = plan_returns(workers, guests, batches, num_moving)
             if returns:
                 return returns
-        return plan_spread(workers, decodes, self._counts(), num_moving)
+        return plan_spread(workers, decodes, batches, num_moving)
+
+    def _note_progress(self, records: Iterable[RequestRecord]) -> None:
+        """Count the steps that decodes had since the last round."""
+        progress: dict[RequestId, _Progress] = {}
+        for record in records:
+            if record.decode is None or record.phase not in DECODED:
+                continue
+            key = (WorkerId(record.decode[0]), record.decode[1])
+            worker = self._members.workers.get(key)
+            num_steps = worker.load.num_steps if worker and worker.load else 0
+            known = self._progress.get(record.request_id)
+            if known is None:
+                known = _Progress(key, num_steps)
+            elif known.worker == key:
+                known.num_drawn += max(0, num_steps - known.num_steps)
+            known.worker, known.num_steps = key, num_steps
+            progress[record.request_id] = known
+        self._progress = progress
 
     def _note_spread(self, moves: list[Migration], now: float) -> None:
         requests = self._book.requests
@@ -91,14 +124,26 @@ class Migrations:
             return now - spread.begun_at < MOVED_TWICE_SECONDS
         return record.moved_at is not None and now - record.moved_at < MOVED_AGAIN_SECONDS
 
-    def _counts(self) -> Counter[Incarnation]:
-        """Count the sequences that decode at each worker or move there."""
-        counts: Counter[Incarnation] = Counter()
+    def _batches(self) -> dict[Incarnation, Batch]:
+        """Return what decodes at each worker or moves there."""
+        batches: dict[Incarnation, Batch] = {}
         for record in self._book.requests.values():
             place = record.target or record.decode
-            if place is not None and record.phase in DECODED:
-                counts[WorkerId(place[0]), place[1]] += record.submission.params.num_choices
-        return counts
+            if place is None or record.phase not in DECODED:
+                continue
+            key = (WorkerId(place[0]), place[1])
+            batch = batches.get(key, Batch())
+            num_tokens = self._num_tokens(record)
+            for _ in range(record.submission.params.num_choices):
+                batch = batch.with_one(num_tokens)
+            batches[key] = batch
+        return batches
+
+    def _num_tokens(self, record: RequestRecord) -> int:
+        """Return the tokens of a choice until now, counted from its progress."""
+        submission = record.submission
+        num_drawn = min(submission.params.num_left, self._progress[record.request_id].num_drawn)
+        return submission.num_prompt_tokens + num_drawn
 
     def _begin(self, move: Migration, cause: str, now: float) -> list[Effect]:
         target = self._members.workers[move.target]
@@ -117,22 +162,18 @@ class Migrations:
         ]
 
     def _view(self, record: RequestRecord, now: float) -> DecodeView:
-        """Return a decode as the planner sees it; its blocks are counted from its pace."""
+        """Return a decode as the planner sees it; its blocks are counted from its progress."""
         assert record.decode is not None, "it decodes"
         worker = self._members.workers[record.decode]
-        params, prompt = record.submission.params, record.submission.num_prompt_tokens
-        seconds = now - (record.decoding_since or now)
-        step_seconds = worker.rates.decode_step_seconds if worker.rates else 0.0
-        num_drawn = params.num_left
-        if step_seconds > 0:
-            num_drawn = min(num_drawn, 1 + int(seconds / step_seconds))
+        params, num_tokens = record.submission.params, self._num_tokens(record)
         failed_at = record.move_failed_at
         is_resting = failed_at is not None and now - failed_at < FAILED_AGAIN_SECONDS
         return DecodeView(
             request_id=record.request_id,
             worker=(WorkerId(record.decode[0]), record.decode[1]),
-            num_blocks=-(-(prompt + num_drawn) // worker.hello.block_size),
+            num_blocks=-(-num_tokens // worker.hello.block_size),
+            num_tokens=num_tokens,
             is_movable=params.num_choices == 1 and not is_resting,
-            num_left=params.num_left - num_drawn,
+            num_left=params.num_left - (num_tokens - record.submission.num_prompt_tokens),
             has_moved=self._has_moved(record, now),
         )

@@ -95,7 +95,6 @@ class RequestRecord:
         self.unserved_since: float | None = None
         self.hashes: tuple[bytes, ...] = ()
         self.waiting_since: float | None = None
-        self.decoding_since: float | None = None
         self.target: PeerKey | None = None
         self.target_lost_at: float | None = None
         self.moved_at: float | None = None
@@ -175,14 +174,14 @@ class RequestRecord:
                 self.phase = RequestPhase.PLACED
                 return []
             case DecodeStartedReceived():
-                return self._decode_started(cause, now)
+                return self._decode_started(cause)
             case MigrationStarted(target):
                 self.target, self.target_lost_at = target, None
                 self.phase = RequestPhase.MIGRATING
                 return []
             case MigrationLanded():
                 self.decode, self.target, self.moved_at = self.target, None, now
-                return self._decode_started(cause, now)
+                return self._decode_started(cause)
             case MigrationFailedReceived():
                 self.target, self.move_failed_at = None, now
                 self.phase = RequestPhase.DECODING
@@ -245,11 +244,9 @@ class RequestRecord:
             sides = (self.decode, self.target)
         return list(dict.fromkeys(side for side in sides if side))
 
-    def _decode_started(self, cause: str, now: float) -> list[Effect]:
+    def _decode_started(self, cause: str) -> list[Effect]:
         if self.phase not in CANCELLING:
             self.phase = RequestPhase.DECODING
-            if self.decoding_since is None:
-                self.decoding_since = now
             return []
         # Our cancel may have reached the decode side before its reservation did.
         self.phase = RequestPhase.CANCELLING_DECODE

@@ -4,6 +4,7 @@ The first run on a machine compiles kernels for minutes.
 """
 
 import math
+import time
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -206,6 +207,27 @@ def test_launching_ahead_changes_no_token(
     prompts = [tokens(count, count) for count in (5, 9, 33)]
     one_by_one = engine(saved[0], case).generate(prompts, params, 30, ahead=False)
     assert engine(saved[0], case).generate(prompts, params, 30, ahead=True) == one_by_one
+
+
+def test_a_step_s_time_is_its_device_s_however_late_it_is_seen(tmp_path: Path) -> None:
+    save_tiny_model("llama-llama3", tmp_path, **(SHAPE | {"head_dim": 128}))
+    pooled = PooledCudaEngine(tmp_path, device="cuda", dtype="bfloat16")
+    blocks = pooled.blocks_for(64)
+
+    def row(start: int) -> StepRow:
+        return StepRow(tuple(range(8)), start, tuple(blocks), (SampleSpec(PLAIN, 0, (1,), ()),))
+
+    for start in (0, 8):  # compiles what it needs
+        pooled.engine.execute([row(start)])
+    first = pooled.engine.launch([row(16)])
+    second = pooled.engine.launch([row(24)])
+    time.sleep(0.3)
+    began = time.perf_counter()
+    pooled.engine.collect(first)
+    pooled.engine.collect(second)
+    assert time.perf_counter() - began < 0.1
+    taken = first.seconds_after(None), second.seconds_after(first)
+    assert all(seconds is not None and 0 < seconds < 0.1 for seconds in taken), taken
 
 
 def test_graphs_change_no_choice(saved: tuple[Path, PreTrainedModel], case: Case) -> None:

@@ -41,7 +41,16 @@ class CudaStep:
     draws: tuple[Draw, ...]
     drawn: Drawn
     is_foreign: torch.Tensor | None
+    began: torch.cuda.Event | None
     done: torch.cuda.Event | None
+
+    def seconds_after(self, before: LaunchedStep | None) -> float | None:
+        """Return the time since the step before (see ``LaunchedStep``); None without a device."""
+        since = before.done if isinstance(before, CudaStep) else self.began
+        if since is None or self.done is None:
+            return None
+        milliseconds: float = since.elapsed_time(self.done)
+        return milliseconds / 1e3
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +136,7 @@ class CudaEngine:
         batch, runner = prepared.batch, self._runner
         num_sampled = len(batch.sampled_rows)
         with runner.on_stream():
+            began = runner.record()
             computed = runner.enqueue(batch, prepared.pending_places)
             drawn = self._draw(computed.logits, num_sampled, prepared.draws)
             runner.share_drawn(num_sampled)
@@ -141,6 +151,7 @@ class CudaEngine:
             draws=prepared.draws,
             drawn=drawn,
             is_foreign=computed.is_foreign,
+            began=began,
             done=done,
         )
         self._num_launched += 1

@@ -21,7 +21,7 @@ from common.engine.cuda.model import CudaModel
 from common.engine.cuda.sampler import to_host
 from common.engine.cuda.scales import BlockScales
 from common.engine.cuda.step_batch import Longs, StepBatch, StepPacker
-from common.engine.cuda.streams import InferenceOn, new_event, new_stream
+from common.engine.cuda.streams import InferenceOn, new_stream, timed_event
 from common.engine.cuda.torch_kernels import TorchKernels
 from common.engine.interface import StepRow
 from common.kv.layout import KVLayout
@@ -155,7 +155,7 @@ class CudaRunner:
         """Return the event that happens when all that was enqueued is done; None: it is."""
         if self._stream is None:
             return None
-        done = new_event()
+        done = timed_event()
         done.record(self._stream)
         return done
 

@@ -10,7 +10,7 @@ import torch
 from common.engine.batch import Batch, flatten
 from common.engine.cpu_engine import CpuRunner, all_tokens, draw
 from common.engine.failure import RowOutcome
-from common.engine.interface import LaunchedStep, StepRow
+from common.engine.interface import LaunchedStep, StepRow, SynchronousStep
 from common.engine.kernels import DecoderKernels
 from common.engine.layerwise.passes import RingPass, plan_passes
 from common.engine.layerwise.stream import LayerStream, Span, ring_layout, slot_of
@@ -53,7 +53,7 @@ class RingKernels(DecoderKernels):
 
 
 @dataclass(frozen=True, slots=True)
-class LayerwiseStep:
+class LayerwiseStep(SynchronousStep):
     """A step that is checked and cut into passes, and computed when it is collected."""
 
     number: int

@@ -13,7 +13,7 @@ from common.engine.cuda.model import CudaModel
 from common.engine.cuda.products import Product
 from common.engine.cuda.runner import LayerPlaces
 from common.engine.failure import RowOutcome, RowsFailed
-from common.engine.interface import LaunchedStep, StepRow
+from common.engine.interface import LaunchedStep, StepRow, SynchronousStep
 from common.engine.layerwise.cuda_stream import CudaLayerStream
 from common.engine.layerwise.passes import RingPass, plan_passes
 from common.engine.layerwise.stream import LayerMover, LayerStream, Span, ring_layout, slot_of
@@ -63,7 +63,7 @@ class RingKernels:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerwiseCudaStep:
+class LayerwiseCudaStep(SynchronousStep):
     """A step that is checked and cut into passes, and computed when it is collected."""
 
     number: int

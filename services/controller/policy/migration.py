@@ -30,6 +30,8 @@ class DecodeView:
     num_blocks: int
     is_movable: bool = True
     """Whether it is one live choice that no migration failed for lately."""
+    num_tokens: int = 0
+    """Tokens that it attends to."""
     num_left: int = 0
     """Tokens that it may draw yet."""
     has_moved: bool = False

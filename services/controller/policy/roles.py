@@ -31,8 +31,9 @@ from services.controller.policy.spread import would_gain
 from services.controller.policy.views import Incarnation, WorkerView
 
 HELP_ROUNDS = 8
-HELP_STEPS = 8
-"""Steps for which a directive holds; it is renewed while the help lasts."""
+HELP_STEPS = 1024
+"""Steps for which a directive holds: more than the fastest GPU takes until it is renewed. When the
+help ends, it does."""
 HELP_MODE = Mode.DECODE_LED
 """How a helper, of either role, shares a step that has both: what decodes is not to wait for long
 chunks, and where nothing decodes prompts get the whole step all the same."""
@@ -122,6 +123,13 @@ class RolePlanner:
         switch = self._plan_switch(pressure, workers, now)
         actions = self._plan_help(_Round(short, pressure, workers, is_quiet), switch)
         return [*actions, switch] if switch else actions
+
+    def end_quiet(self) -> list[Unhelp]:
+        """Take back the help that was for a quiet time: prompts come."""
+        over = [key for key, grant in self._grants.items() if grant.is_for_quiet]
+        for key in over:
+            del self._grants[key]
+        return [Unhelp(key, "prompts come") for key in over]
 
     def withdraw(self) -> list[Unhelp]:
         """Take back all help: the operator gives the roles from now on."""

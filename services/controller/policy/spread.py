@@ -2,13 +2,13 @@
 
 Theory of operation
 -------------------
-Every worker measures the line that its decode steps lie on: a base, and what each sequence adds.
+Every worker measures what its decode steps cost: a base, each sequence, each token of a context.
 Between two workers the decodes lie well where the next token takes as long on either side. While
 the longer step is longer by ``MIN_GAIN`` after another move still, a decode moves there: of those
 that have the most tokens to draw yet the smallest. What it gains over these tokens must pay for
 the move ``PAYS`` times over: its KV at the pair's measured rate, and the time it stands still.
 
-A worker whose line is not known yet is taken for as fast as the other one, but for no faster than
+A worker of which that is not known yet is taken for as fast as the other one, but no faster than
 its steps were. One that has prompts to compute gets nothing: the tokens there would wait for these.
 Nor does one on the same GPU, where two batches would share what one has. Whoever moved lately
 stays.
@@ -17,7 +17,7 @@ A prefill worker that took decodes in a quiet time gives them back when prompts 
 (``plan_returns``): these would be held up until the last of them is done.
 """
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -41,86 +41,82 @@ MAX_SPREADING = 16
 """Most moves of the cluster under way at once: each holds up one decode of many."""
 
 
-class DecodeLine(NamedTuple):
-    """Seconds of a decode step: ``base``, and ``each`` for every sequence.
+class Batch(NamedTuple):
+    """Sequences that decode at a worker, and the tokens that they attend to."""
 
-    Without ``each`` it is not known what a sequence adds, and ``base`` is what steps took.
-    """
+    num_sequences: int = 0
+    num_tokens: int = 0
 
-    base: float
-    each: float
+    def with_one(self, num_tokens: int) -> "Batch":
+        """Return it with one sequence more."""
+        return Batch(self.num_sequences + 1, self.num_tokens + num_tokens)
 
-    def at(self, num_sequences: int) -> float:
-        """Seconds of a step with so many."""
-        return self.base + self.each * num_sequences
-
-
-def line_of(worker: WorkerView) -> DecodeLine:
-    """Return what a worker measured."""
-    return DecodeLine(worker.decode_base_seconds, worker.decode_seconds_per_sequence)
+    def without_one(self, num_tokens: int) -> "Batch":
+        """Return it with one sequence less."""
+        return Batch(self.num_sequences - 1, max(0, self.num_tokens - num_tokens))
 
 
-def step_there(source: WorkerView, target: WorkerView, num_sequences: int) -> float:
-    """Return the seconds of a step at ``target`` with so many; as at ``source`` if not known."""
-    there = line_of(target)
-    if there.each:
-        return there.at(num_sequences)
-    return max(there.base, line_of(source).at(num_sequences))
+def step_there(source: WorkerView, target: WorkerView, batch: Batch) -> float:
+    """Return the seconds of such a step at ``target``; as at ``source`` where not known."""
+    if target.decode_cost.is_known:
+        return target.decode_cost.at(*batch)
+    return max(target.decode_cost.base, source.decode_cost.at(*batch))
 
 
 def would_gain(source: WorkerView, target: WorkerView) -> bool:
     """Whether another worker could take decodes that a worker has, as both told, to some avail."""
-    here = line_of(source)
-    if source.num_decoding < 2 or not here.each or source.devices & target.devices:
+    number, num_tokens = source.num_decoding, source.num_decode_tokens
+    if number < 2 or not source.decode_cost.is_known or source.devices & target.devices:
         return False
-    longer = here.at(source.num_decoding)
-    return longer - step_there(source, target, target.num_decoding + 1) > MIN_GAIN * longer
+    longer = source.decode_cost.at(number, num_tokens)
+    there = Batch(target.num_decoding, target.num_decode_tokens).with_one(num_tokens // number)
+    return longer - step_there(source, target, there) > MIN_GAIN * longer
 
 
 def plan_spread(
     workers: Sequence[WorkerView],
     decodes: Sequence[DecodeView],
-    counts: Mapping[Incarnation, int],
+    batches: Mapping[Incarnation, Batch],
     num_moving: int = 0,
 ) -> list[Migration]:
     """Return the moves to begin now, while ``num_moving`` are under way.
 
-    ``counts`` are the sequences that decode at each worker, or are on their way to it.
+    ``batches`` are what decodes at each worker, or is on its way to it.
     """
-    number = Counter(counts)
+    there = defaultdict(Batch, batches)
     used = {worker.key: worker.used_blocks for worker in workers}
     here: defaultdict[Incarnation, list[DecodeView]] = defaultdict(list)
     for decode in sorted(decodes, key=lambda d: (d.num_left, -d.num_blocks, d.request_id)):
         if decode.is_movable and not decode.has_moved:
             here[decode.worker].append(decode)
-    by_step = sorted(workers, key=lambda w: (line_of(w).at(number[w.key]), w.worker_id))
-    sources = [w for w in by_step if here[w.key] and line_of(w).each and not w.is_draining]
+    by_step = sorted(workers, key=lambda w: (w.decode_cost.at(*there[w.key]), w.worker_id))
+    sources = [w for w in by_step if here[w.key] and w.decode_cost.is_known and not w.is_draining]
     targets = [w for w in by_step if w.can_decode and not w.uncomputed_tokens]
     sources, targets = sources[-MAX_CONSIDERED:], targets[:MAX_CONSIDERED]
     moves: list[Migration] = []
     while num_moving + len(moves) < MAX_SPREADING:
-        move = _next_move(sources, targets, here, number, used)
+        move = _next_move(sources, targets, here, there, used)
         if move is None:
             break
         moves.append(move)
-        number[move.source] -= 1
-        number[move.target] += 1
+        moved = here[move.source].pop()
+        there[move.source] = there[move.source].without_one(moved.num_tokens)
+        there[move.target] = there[move.target].with_one(moved.num_tokens)
         used[move.target] += move.num_blocks
-        here[move.source].pop()
     return moves
 
 
 def plan_returns(
     workers: Sequence[WorkerView],
     guests: Sequence[DecodeView],
-    counts: Mapping[Incarnation, int],
+    batches: Mapping[Incarnation, Batch],
     num_moving: int = 0,
 ) -> list[Migration]:
     """Return the moves by which ``guests`` leave prefill workers that do not decode any more.
 
     Each goes where the step with it is the shortest. What is nearly done stays.
     """
-    number = Counter(counts)
+    there = defaultdict(Batch, batches)
     used = {worker.key: worker.used_blocks for worker in workers}
     hosts = {w.key: w for w in workers if not w.can_decode and not w.is_draining}
     targets = [w for w in workers if w.can_decode and not w.uncomputed_tokens]
@@ -130,9 +126,9 @@ def plan_returns(
         if host is None or not decode.is_movable or num_moving + len(moves) >= MAX_SPREADING:
             continue
         steps = [
-            (step_there(host, target, number[target.key] + 1), target)
+            (step_there(host, target, there[target.key].with_one(decode.num_tokens)), target)
             for target in targets
-            if _can_take(target, host, number[target.key], used[target.key] + decode.num_blocks)
+            if _can_take(target, host, there[target.key], used[target.key] + decode.num_blocks)
         ]
         steps = [
             (step, target)
@@ -142,7 +138,7 @@ def plan_returns(
         if not steps:
             continue
         _, target = min(steps, key=lambda each: (each[0], each[1].worker_id))
-        number[target.key] += 1
+        there[target.key] = there[target.key].with_one(decode.num_tokens)
         used[target.key] += decode.num_blocks
         reason = "prompts come again"
         moves.append(Migration(decode.request_id, host.key, target.key, decode.num_blocks, reason))
@@ -153,22 +149,22 @@ def _next_move(
     sources: Sequence[WorkerView],
     targets: Sequence[WorkerView],
     here: Mapping[Incarnation, list[DecodeView]],
-    number: Mapping[Incarnation, int],
+    there: Mapping[Incarnation, Batch],
     used: Mapping[Incarnation, int],
 ) -> Migration | None:
     """Return the most that one move gains the longest step that gains anything."""
-    for source in sorted(sources, key=lambda w: -line_of(w).at(number[w.key])):
+    for source in sorted(sources, key=lambda w: -w.decode_cost.at(*there[w.key])):
         if not here[source.key]:
             continue
         decode = here[source.key][-1]
-        longer = line_of(source).at(number[source.key])
+        longer = source.decode_cost.at(*there[source.key])
         best: tuple[float, WorkerView] | None = None
         for target in targets:
             num_used = used[target.key] + decode.num_blocks
-            if not _can_take(target, source, number[target.key], num_used):
+            if not _can_take(target, source, there[target.key], num_used):
                 continue
-            there = step_there(source, target, number[target.key] + 1)
-            gain = longer - there
+            with_it = there[target.key].with_one(decode.num_tokens)
+            gain = longer - step_there(source, target, with_it)
             cost = _cost(source, target, decode)
             is_worth_it = gain > MIN_GAIN * longer and gain * decode.num_left >= PAYS * cost
             if is_worth_it and (best is None or gain > best[0]):
@@ -191,13 +187,13 @@ def _cost(source: WorkerView, target: WorkerView, decode: DecodeView) -> float:
     return STILL_SECONDS + decode.num_blocks * source.block_bytes / _rate(source, target)
 
 
-def _can_take(target: WorkerView, source: WorkerView, num_decoding: int, num_used: int) -> bool:
+def _can_take(target: WorkerView, source: WorkerView, batch: Batch, num_used: int) -> bool:
     """Whether one decode more fits there, with so many blocks in use then."""
     return (
         target.key != source.key
         and takes_decodes_of(target, source)
         and not source.devices & target.devices
-        and num_decoding < target.max_num_seqs
+        and batch.num_sequences < target.max_num_seqs
         and num_used <= MAX_TARGET_SHARE * target.total_blocks
         and source.pairing_with(target) is not Pairing.BROKEN
     )

@@ -12,6 +12,7 @@ from enum import IntEnum
 
 from common.ids import Epoch, WorkerId
 from common.messages.fields import Role
+from common.scheduler.decode_cost import DecodeCost
 
 
 class Pairing(IntEnum):
@@ -49,6 +50,8 @@ class WorkerView:
     is_draining: bool = False
     has_heartbeat: bool = True
     num_decoding: int = 0
+    num_decode_tokens: int = 0
+    """Tokens that its decodes attend to."""
     num_unfinished: int = 0
     """Requests whose decode runs here or was placed here."""
     max_num_seqs: int = 64
@@ -59,9 +62,7 @@ class WorkerView:
     decode_step_seconds: float = 0.0
     decode_rate: float = 0.0
     """Drawn tokens per second, over all sequences."""
-    decode_base_seconds: float = 0.0
-    decode_seconds_per_sequence: float = 0.0
-    """A decode step takes the first, and the second for each of its sequences."""
+    decode_cost: DecodeCost = field(default_factory=DecodeCost)
     link_rates: Mapping[Incarnation, float] = field(default_factory=dict)
     devices: frozenset[str] = frozenset()
     """The GPUs that it computes on; others may compute there as well."""

@@ -1,7 +1,9 @@
 """Running decodes that move: from workers that drain and from full pools."""
 
+import pytest
+
 from common.errors import ErrorCode
-from common.ids import WorkerId
+from common.ids import RequestId, WorkerId
 from common.messages.admin import OrderDrain, RoleControl
 from common.messages.control import Cancel, MigrateDecode, RequestFailed, RequestFinished
 from services.controller.effects import Effect
@@ -175,10 +177,11 @@ def test_when_prompts_come_again_a_prefill_worker_gives_the_decodes_back() -> No
     for name in taken:
         cluster.started("p0", name)
     assert len(taken) == 4
-    cluster.submit("next")
+    effects = cluster.submit("next")
+    assert "help_ended" in notes(effects), "at once, and so the prompt is to be decoded by d0"
+    assert cluster.core.book.requests[RequestId("next")].decode == ("d0", 1)
     tell_long_batch(cluster)
     effects = cluster.tick(after=ROUND)
-    assert "help_ended" in notes(effects)
     assert set(moves(effects)) == {("p0", name, "d0") for name in taken}
     for name in taken:
         cluster.started("d0", name)
@@ -209,17 +212,23 @@ def test_a_request_with_several_choices_stays() -> None:
     assert moves(cluster.tick(after=ROUND)) == []
 
 
-def test_a_decode_s_blocks_are_estimated_from_its_pace() -> None:
+@pytest.mark.parametrize(("num_steps", "num_blocks"), [(2, 1), (5, 2), (500, 2)])
+def test_a_decode_s_blocks_are_estimated_from_its_worker_s_steps(
+    num_steps: int, num_blocks: int
+) -> None:
+    """Two tokens more fit into the block of 60; of 16 in all it has no more than 76."""
     cluster = pair_cluster(num_decode=2)
     cluster.submit("r", 60)
     cluster.started("d0", "r")
-    cluster.beat("d0", heartbeat(kv(), measured=rates(step_seconds=0.1)))
+    cluster.beat("d0", heartbeat(kv(), num_steps=100))
     cluster.beat("d1")
+    cluster.tick(after=ROUND)
+    cluster.beat("d0", heartbeat(kv(), num_steps=100 + num_steps))
     drain(cluster, "d0")
     cluster.tick(after=ROUND)
     target = cluster.core.members.worker_named("d1")
     assert target is not None
-    assert target.replaced_blocks == 1, "two or three tokens still fit into the prompt's block"
+    assert target.replaced_blocks == num_blocks
 
 
 def test_a_failed_move_leaves_the_decode_where_it_is_and_is_tried_again_later() -> None:

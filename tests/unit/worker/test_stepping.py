@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import pytest
 import pytest_asyncio
@@ -18,6 +19,16 @@ from tests.support.scheduler_bench import Bench, new_request
 DRAWN = [(SampledToken(token_id=7),)]
 
 
+@dataclass(frozen=True)
+class TimedOnDevice:
+    """A step whose device says that it took 10 s for each of its number since the one before."""
+
+    number: int
+
+    def seconds_after(self, before: LaunchedStep | None) -> float | None:
+        return 10.0 * (self.number - (before.number if before else 0))
+
+
 class ScriptedEngine:
     """Notes what is asked of it; ``collect`` of a step draws or raises what the script says."""
 
@@ -29,14 +40,15 @@ class ScriptedEngine:
         self.refused: set[int] = set()
         self.failing: dict[int, Exception] = {}
         self.takes: Callable[[], None] = lambda: None
+        self.launched: Callable[[int, Sequence[StepRow]], LaunchedStep] = DeferredStep
 
-    def launch(self, rows: Sequence[StepRow]) -> DeferredStep:
+    def launch(self, rows: Sequence[StepRow]) -> LaunchedStep:
         number = len(self.rows)
         self.told.append(f"launch {number}")
         if number in self.refused:
             raise ValueError("row 0 is malformed")
         self.rows.append(rows)
-        return DeferredStep(number, rows)
+        return self.launched(number, rows)
 
     def collect(self, step: LaunchedStep) -> list[tuple[SampledToken, ...]]:
         self.told.append(f"collect {step.number}")
@@ -89,6 +101,26 @@ async def test_the_next_step_is_launched_before_the_last_is_waited_for(
     assert finished.plan == second
     assert pipeline.is_idle
     assert await pipeline.turn(None) == []
+
+
+async def test_a_step_s_time_on_the_device_is_since_the_one_that_was_in_flight(
+    engine: ScriptedEngine, pipeline: StepPipeline, bench: Bench
+) -> None:
+    await pipeline.turn(planned(bench))
+    (finished,) = await pipeline.turn(None)
+    assert finished.device_seconds is None, "an engine that computes when it is asked cannot tell"
+    bench.finish(finished.plan)
+    engine.launched = lambda number, _: TimedOnDevice(number)
+    await pipeline.turn(planned(bench))
+    (first,) = await pipeline.turn(planned(bench))
+    (second,) = await pipeline.turn(None)
+    assert (first.device_seconds, second.device_seconds) == (10.0, 10.0)
+    bench.finish(first.plan)
+    bench.finish(second.plan)
+    engine.failing = {3: RuntimeError("the device is lost")}
+    await pipeline.turn(planned(bench))
+    (failed,) = await pipeline.turn(None)
+    assert failed.device_seconds is None
 
 
 async def test_a_step_that_cannot_be_launched_fails_after_those_before_it(
@@ -151,10 +183,12 @@ async def test_a_slowed_down_step_takes_so_many_times_as_long(
         pipeline = StepPipeline(engine, thread, slow_down=3.0)
         monkeypatch.setattr(pipeline, "_never", clock)
         engine.takes = lambda: clock.wait(2.0)
+        engine.launched = lambda number, _: TimedOnDevice(number)
         first, second = planned(bench), planned(bench)
         await pipeline.turn(first)
-        await pipeline.turn(second)
+        (slowed,) = await pipeline.turn(second)
         assert clock.now == 6.0, "2 s of its own and twice as long again"
+        assert slowed.device_seconds is None, "its device knows nothing of that"
         await pipeline.turn(None)
         assert clock.now == 12.0, "the second begins when the first is over"
 

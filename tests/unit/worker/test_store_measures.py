@@ -9,6 +9,7 @@ from common.storage.interface import StoreStats
 from common.telemetry.metrics import WorkerMetrics
 from common.traffic.shared_link import LinkStats
 from common.worker.measures import StepClock, take_totals
+from common.worker.stepping import FinishedStep
 from common.worker.store_buffer import BufferStats
 from common.worker.store_measures import StoreMeter
 
@@ -93,6 +94,16 @@ def test_a_step_that_is_under_way_counts_until_now() -> None:
     first, second = take_totals(metrics, clock), take_totals(metrics, clock)
     passed = second.at_seconds - first.at_seconds
     assert second.step_seconds - first.step_seconds == pytest.approx(passed)
+
+
+def test_a_step_is_as_long_as_its_device_says_where_that_can_tell() -> None:
+    clock = StepClock(WorkerMetrics())
+    plan = StepPlan(1, ())
+    clock.hand_over(plan)
+    clock.hand_over(plan)
+    seen, told = clock.take_over([FinishedStep(plan, (), 0.0), FinishedStep(plan, (), 0.0, 30.0)])
+    assert 0 <= seen.seconds < 30
+    assert told.seconds == 30.0
 
 
 def test_totals_are_what_the_metrics_have_come_to() -> None:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from common.ids import Epoch, WorkerId
 from common.messages.fields import Role
+from common.scheduler.decode_cost import DecodeCost
 from services.controller.policy.views import Incarnation, Pairing, RequestView, WorkerView
 
 P, D, C = Role.PREFILL, Role.DECODE, Role.COMBINED
@@ -26,7 +27,7 @@ def worker(
     prefill_rate: float = 1000.0,
     step: float = 0.01,
     decode_rate: float = 100.0,
-    line: tuple[float, float] = (0.0, 0.0),
+    line: tuple[float, ...] = (),
     devices: tuple[str, ...] = (),
     decoding: int = 0,
     may_prefill: bool = False,
@@ -55,8 +56,7 @@ def worker(
         prefill_rate=prefill_rate,
         decode_step_seconds=step,
         decode_rate=decode_rate,
-        decode_base_seconds=line[0],
-        decode_seconds_per_sequence=line[1],
+        decode_cost=DecodeCost(*line),
         devices=frozenset(devices),
         link_rates={key(other): rate for other, rate in (links or {}).items()},
     )

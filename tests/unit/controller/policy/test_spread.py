@@ -13,6 +13,7 @@ from services.controller.policy.spread import (
     MIN_GAIN,
     PAYS,
     STILL_SECONDS,
+    Batch,
     plan_returns,
     plan_spread,
     step_there,
@@ -31,11 +32,17 @@ def decodes(where: str, count: int, num_left: int = 200, blocks: int = 2) -> lis
     ]
 
 
+def batches(running: list[DecodeView]) -> dict[Incarnation, Batch]:
+    there: dict[Incarnation, Batch] = {}
+    for decode in running:
+        there[decode.worker] = there.get(decode.worker, Batch()).with_one(decode.num_tokens)
+    return there
+
+
 def spread(
     workers: list[WorkerView], running: list[DecodeView], num_moving: int = 0
 ) -> list[tuple[str, str, str]]:
-    counts = Counter(decode.worker for decode in running)
-    moves = plan_spread(workers, running, counts, num_moving)
+    moves = plan_spread(workers, running, batches(running), num_moving)
     return [(move.request_id, move.source[0], move.target[0]) for move in moves]
 
 
@@ -69,6 +76,17 @@ def test_whose_line_is_not_known_is_taken_for_no_faster_than_its_steps() -> None
     workers = [worker("d0", D, line=LINE), worker("d1", D, line=(0.018, 0.0))]
     assert len(spread(workers, decodes("d0", 20))) == 4
     assert spread(workers, decodes("d1", 20)) == [], "of d1 nothing is known to gain"
+
+
+def test_long_contexts_count_by_their_tokens() -> None:
+    """Two workers with as many sequences each, of which one reads ten times as many tokens."""
+    cost = (0.005, 0.0001, 1e-7)
+    workers = [worker("d0", D, line=cost), worker("d1", D, line=cost)]
+    long = [replace(each, num_tokens=10_000) for each in decodes("d0", 10)]
+    short = [replace(each, num_tokens=1_000) for each in decodes("d1", 10)]
+    assert spread(workers, [*long, *short]) != []
+    alike = [replace(each, num_tokens=10_000) for each in decodes("d1", 10)]
+    assert spread(workers, [*long, *alike]) == []
 
 
 def test_a_small_gain_moves_nothing() -> None:
@@ -168,8 +186,7 @@ def test_an_idle_worker_is_of_use_where_batches_are_long() -> None:
 def returns(
     workers: list[WorkerView], running: list[DecodeView], num_moving: int = 0
 ) -> list[tuple[str, str]]:
-    counts = Counter(decode.worker for decode in running)
-    moves = plan_returns(workers, running, counts, num_moving)
+    moves = plan_returns(workers, running, batches(running), num_moving)
     return [(move.source[0], move.target[0]) for move in moves]
 
 
@@ -203,23 +220,31 @@ def test_what_is_nearly_done_or_has_no_place_stays_at_the_prefill_worker() -> No
 
 @given(
     lines=st.lists(
-        st.tuples(st.floats(0.001, 0.02), st.floats(0.0001, 0.002)), min_size=2, max_size=12
+        st.tuples(st.floats(0.001, 0.02), st.floats(0.0001, 0.002), st.floats(0.0, 1e-5)),
+        min_size=2,
+        max_size=12,
     ),
     numbers=st.lists(st.integers(0, 40), min_size=12, max_size=12),
 )
 def test_no_move_makes_the_longest_step_longer(
-    lines: list[tuple[float, float]], numbers: list[int]
+    lines: list[tuple[float, float, float]], numbers: list[int]
 ) -> None:
     workers = [worker(f"d{n}", D, line=line) for n, line in enumerate(lines)]
-    counts = Counter({w.key: number for w, number in zip(workers, numbers, strict=False)})
-    running = [each for w in workers for each in decodes(w.worker_id, counts[w.key])]
+    running = [
+        replace(each, num_tokens=100 * (n + 1))
+        for w, number in zip(workers, numbers, strict=False)
+        for n, each in enumerate(decodes(w.worker_id, number))
+    ]
+    held = {w.key: Batch() for w in workers} | batches(running)
+    tokens = {each.request_id: each.num_tokens for each in running}
 
-    def longest(held: Counter[Incarnation]) -> float:
+    def longest() -> float:
         return max(step_there(w, w, held[w.key]) for w in workers)
 
-    for move in plan_spread(workers, running, counts):
-        before = longest(counts)
-        counts[move.source] -= 1
-        counts[move.target] += 1
-        assert longest(counts) <= before
-        assert min(counts.values()) >= 0
+    for move in plan_spread(workers, running, held):
+        before = longest()
+        num_tokens = tokens[move.request_id]
+        held[move.source] = held[move.source].without_one(num_tokens)
+        held[move.target] = held[move.target].with_one(num_tokens)
+        assert longest() <= before
+        assert min(batch.num_sequences for batch in held.values()) >= 0
