@@ -9,8 +9,10 @@ _SUCCESS = 0
 _P2P_OK = 0
 _P2P_NVLINK = 2
 _MAX_LINKS = 18
+_SPEED_OF_LINK = 164
+"""Field ``NVML_FI_DEV_NVLINK_GET_SPEED``, whose scope is the link."""
 _SPEED_OF_EACH_LINK = 90
-"""Field ``NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON``."""
+"""Field ``NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON``, which older drivers tell instead."""
 
 
 class _FieldValue(ctypes.Structure):
@@ -42,8 +44,8 @@ def nvlink_gigabytes_per_second(uuid: str, peer_uuid: str) -> float | None:
         asked = nvml.nvmlDeviceGetP2PStatus(device, peer, _P2P_NVLINK, ctypes.byref(status))
         if asked != _SUCCESS or status.value != _P2P_OK:
             return None
-        num_links = sum(_is_active(nvml, device, link) for link in range(_MAX_LINKS))
-        return num_links * _link_rate(nvml, device) or None
+        links = [link for link in range(_MAX_LINKS) if _is_active(nvml, device, link)]
+        return sum(_link_rate(nvml, device, link) for link in links) or None
 
 
 @contextmanager
@@ -74,10 +76,11 @@ def _is_active(nvml: ctypes.CDLL, device: ctypes.c_void_p, link: int) -> bool:
     return asked == _SUCCESS and bool(state.value)
 
 
-def _link_rate(nvml: ctypes.CDLL, device: ctypes.c_void_p) -> float:
+def _link_rate(nvml: ctypes.CDLL, device: ctypes.c_void_p, link: int) -> float:
     """Return GB/s of one link, 0.0 where the library does not tell."""
-    field = _FieldValue(field_id=_SPEED_OF_EACH_LINK)
-    asked = nvml.nvmlDeviceGetFieldValues(device, 1, ctypes.byref(field))
-    if asked != _SUCCESS or field.status != _SUCCESS:
-        return 0.0
-    return float(field.value & 0xFFFFFFFF) / 1e3
+    for field_id, scope_id in ((_SPEED_OF_LINK, link), (_SPEED_OF_EACH_LINK, 0)):
+        field = _FieldValue(field_id=field_id, scope_id=scope_id)
+        asked = nvml.nvmlDeviceGetFieldValues(device, 1, ctypes.byref(field))
+        if asked == _SUCCESS and field.status == _SUCCESS:
+            return float(field.value & 0xFFFFFFFF) / 1e3
+    return 0.0

@@ -6,7 +6,8 @@ Every worker measures what its decode steps cost: a base, each sequence, each to
 Between two workers the decodes lie well where the next token takes as long on either side. While
 the longer step is longer by ``MIN_GAIN`` after another move still, a decode moves there: of those
 that have the most tokens to draw yet the smallest. What it gains over these tokens must pay for
-the move ``PAYS`` times over: its KV at the pair's measured rate, and the time it stands still.
+the move ``PAYS`` times over: its KV at the pair's measured rate, behind that of the moves before
+it, and the time it stands still.
 
 A worker of which that is not known yet is taken for as fast as the other one, but no faster than
 its steps were. One that has prompts to compute gets nothing: the tokens there would wait for these.
@@ -17,7 +18,7 @@ A prefill worker that took decodes in a quiet time gives them back when prompts 
 (``plan_returns``): these would be held up until the last of them is done.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -37,8 +38,8 @@ STILL_SECONDS = 0.05
 """How long a move holds a decode up beside the copy, generously."""
 MAX_CONSIDERED = 8
 """Of a large cluster the workers with the longest steps and those with the shortest."""
-MAX_SPREADING = 16
-"""Most moves of the cluster under way at once: each holds up one decode of many."""
+MAX_SPREADING = 64
+"""Most moves of the cluster under way at once; those from one worker wait for each other."""
 
 
 class Batch(NamedTuple):
@@ -93,9 +94,10 @@ def plan_spread(
     sources = [w for w in by_step if here[w.key] and w.decode_cost.is_known and not w.is_draining]
     targets = [w for w in by_step if w.can_decode and not w.uncomputed_tokens]
     sources, targets = sources[-MAX_CONSIDERED:], targets[:MAX_CONSIDERED]
+    queued: Counter[Incarnation] = Counter()
     moves: list[Migration] = []
     while num_moving + len(moves) < MAX_SPREADING:
-        move = _next_move(sources, targets, here, there, used)
+        move = _next_move(sources, targets, here, _State(there, used, queued))
         if move is None:
             break
         moves.append(move)
@@ -103,6 +105,7 @@ def plan_spread(
         there[move.source] = there[move.source].without_one(moved.num_tokens)
         there[move.target] = there[move.target].with_one(moved.num_tokens)
         used[move.target] += move.num_blocks
+        queued[move.source] += move.num_blocks
     return moves
 
 
@@ -133,7 +136,7 @@ def plan_returns(
         steps = [
             (step, target)
             for step, target in steps
-            if step * decode.num_left >= PAYS * _cost(host, target, decode)
+            if step * decode.num_left >= PAYS * _cost(host, target, decode.num_blocks)
         ]
         if not steps:
             continue
@@ -145,14 +148,22 @@ def plan_returns(
     return moves
 
 
+class _State(NamedTuple):
+    """What workers decode and have in use, and the blocks that are to leave them, by worker."""
+
+    there: Mapping[Incarnation, Batch]
+    used: Mapping[Incarnation, int]
+    queued: Mapping[Incarnation, int]
+
+
 def _next_move(
     sources: Sequence[WorkerView],
     targets: Sequence[WorkerView],
     here: Mapping[Incarnation, list[DecodeView]],
-    there: Mapping[Incarnation, Batch],
-    used: Mapping[Incarnation, int],
+    state: _State,
 ) -> Migration | None:
     """Return the most that one move gains the longest step that gains anything."""
+    there, used, queued = state
     for source in sorted(sources, key=lambda w: -w.decode_cost.at(*there[w.key])):
         if not here[source.key]:
             continue
@@ -165,7 +176,7 @@ def _next_move(
                 continue
             with_it = there[target.key].with_one(decode.num_tokens)
             gain = longer - step_there(source, target, with_it)
-            cost = _cost(source, target, decode)
+            cost = _cost(source, target, queued[source.key] + decode.num_blocks)
             is_worth_it = gain > MIN_GAIN * longer and gain * decode.num_left >= PAYS * cost
             if is_worth_it and (best is None or gain > best[0]):
                 best = gain, target
@@ -182,9 +193,9 @@ def _rate(source: WorkerView, target: WorkerView) -> float:
     return link_rate(source, target) if is_measured else link_rate(target, source)
 
 
-def _cost(source: WorkerView, target: WorkerView, decode: DecodeView) -> float:
-    """Return the seconds of tokens that a move takes from a decode."""
-    return STILL_SECONDS + decode.num_blocks * source.block_bytes / _rate(source, target)
+def _cost(source: WorkerView, target: WorkerView, num_blocks: int) -> float:
+    """Return the seconds of tokens that a move takes from a decode, behind others' blocks."""
+    return STILL_SECONDS + num_blocks * source.block_bytes / _rate(source, target)
 
 
 def _can_take(target: WorkerView, source: WorkerView, batch: Batch, num_used: int) -> bool:

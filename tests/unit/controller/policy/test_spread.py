@@ -108,6 +108,21 @@ def test_a_slow_link_must_pay_as_well() -> None:
     assert spread([slow, worker("d1", D, line=LINE)], decodes("d0", 20)) == []
 
 
+def test_moves_wait_for_the_bytes_of_those_before_them() -> None:
+    """Over 1 GB/s the KV of 20 blocks takes 20 ms: the tenth waits for 180 ms of others."""
+    workers = [worker("d0", D, line=LINE), worker("d1", D, line=LINE, total=9999)]
+    large = decodes("d0", 200, num_left=60, blocks=20)
+    num_moves = len(spread(workers, large))
+
+    def pays(number: int) -> bool:
+        gain = 0.001 * (200 - (number - 1)) - 0.001 * number
+        return gain * 60 >= PAYS * (STILL_SECONDS + 0.02 * number)
+
+    assert pays(num_moves)
+    assert not pays(num_moves + 1)
+    assert num_moves < len(spread(workers, decodes("d0", 200, num_left=60)))
+
+
 def test_a_link_that_was_only_measured_the_other_way_is_as_fast() -> None:
     source, target = worker("d0", D, line=LINE), worker("d1", D, line=LINE)
     large = decodes("d0", 20, blocks=20)
@@ -138,7 +153,7 @@ def test_who_moved_lately_or_cannot_move_stays() -> None:
 
 def test_only_so_many_are_under_way_at_once() -> None:
     workers = [worker("d0", D, line=LINE), worker("d1", D, line=LINE)]
-    running = decodes("d0", 100)
+    running = decodes("d0", 200)
     assert len(spread(workers, running)) == MAX_SPREADING
     assert len(spread(workers, running, num_moving=MAX_SPREADING - 3)) == 3
     assert spread(workers, running, num_moving=MAX_SPREADING) == []
