@@ -97,7 +97,8 @@ class WorkerRates:
     """How fast a worker was of late, as it measured; 0 where nothing was measured yet."""
 
     prefill_tokens_per_second: Rate
-    """Prompt tokens computed per second of steps that compute prompts."""
+    """Prompt tokens computed per second of steps that compute prompts, or hold them back so that
+    decodes keep within their SLA."""
     decode_step_seconds: Seconds
     """EWMA (0.3) of the time between two tokens of a decoding sequence, in steps that only decode;
     in all steps before the first of these. What prompts add can be computed elsewhere."""

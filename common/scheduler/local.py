@@ -312,6 +312,8 @@ class LocalScheduler:
         if num_decodes and self._modes.mode is Mode.DECODE_LED:
             allowed = self._rates.prompt_allowance(self._triggers.decode_sla_seconds)
             max_tokens = max_tokens if allowed is None else min(max_tokens, allowed)
+            if allowed == 0:
+                self._rates.hold_back(draft.number)
         # A decode that was left out of this step counts among the worker's sequences all the same.
         max_new = draft.rows_left - num_left_out - self._prefill.num_to_decode_here
         # What waits for room to come back lets nothing new take it.

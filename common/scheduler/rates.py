@@ -57,6 +57,7 @@ class StepRates:
         self._target = 0.0
         self._credit = 0.0
         self._spent_by: int | None = None
+        self._held_back: set[int] = set()
 
     @property
     def token_seconds(self) -> float:
@@ -95,6 +96,10 @@ class StepRates:
         """A step with prompts and decodes was planned; no other until it is finished."""
         self._spent_by = plan_number
 
+    def hold_back(self, plan_number: int) -> None:
+        """A step of decodes is planned while prompts wait: they are computed the slower for it."""
+        self._held_back.add(plan_number)
+
     def note(self, seconds: float, plan: StepPlan) -> None:
         """Learn from a finished step, which took ``seconds`` since the one before it ended.
 
@@ -102,9 +107,13 @@ class StepRates:
         """
         if self._spent_by is not None and plan.number >= self._spent_by:
             self._spent_by = None
+        was_held_back = plan.number in self._held_back
+        self._held_back.discard(plan.number)
         if seconds <= 0:
             return
         self._clock += seconds
+        if was_held_back:
+            self._prefill.add(0, seconds)
         decodes = [row for row in plan.rows if row.is_decode]
         num_prompt_tokens = plan.num_tokens - len(decodes)
         self._note_gaps(plan.rows, is_alone=not num_prompt_tokens)

@@ -177,11 +177,13 @@ class WorkerRecord:
         """Whether it is to get another prompt now.
 
         A prompt is bound to a worker late: the worker gets it when it has little left to compute,
-        and always when it has nothing. Until then the controller can still choose another one.
+        and always when it has nothing. Until then the controller can still choose another one. One
+        that decodes computes prompts beside, in small steps: there time alone counts.
         """
         uncomputed = self.load.uncomputed_tokens if self.load else 0
         rate = self.rates.prefill_tokens_per_second if self.rates else 0.0
-        ahead = max(AHEAD_STEPS * self.hello.max_num_batched_tokens, AHEAD_SECONDS * rate, 1)
+        steps = 0 if self.role is Role.DECODE and rate else AHEAD_STEPS
+        ahead = max(steps * self.hello.max_num_batched_tokens, AHEAD_SECONDS * rate, 1)
         return uncomputed + self.assigned_tokens < ahead
 
     def has_room_now(self, num_blocks: int) -> bool:

@@ -4,8 +4,9 @@ Theory of operation
 -------------------
 Every worker measures what its decode steps cost: a base, each sequence, each token of a context.
 Between two workers the decodes lie well where the next token takes as long on either side. While
-the longer step is longer by ``MIN_GAIN`` after another move still, a decode moves there: of those
-that have the most tokens to draw yet the smallest. What it gains over these tokens must pay for
+the longer step is longer by ``MIN_GAIN`` after another move still, a decode moves there: the one
+with the most tokens to draw yet, then every other one by that order, so that neither side is left
+with all that take long; of equal ones the smaller. What it gains over these tokens must pay for
 the move ``PAYS`` times over: its KV at the pair's measured rate, behind that of the moves before
 it, and the time it stands still.
 
@@ -87,9 +88,11 @@ def plan_spread(
     there = defaultdict(Batch, batches)
     used = {worker.key: worker.used_blocks for worker in workers}
     here: defaultdict[Incarnation, list[DecodeView]] = defaultdict(list)
-    for decode in sorted(decodes, key=lambda d: (d.num_left, -d.num_blocks, d.request_id)):
+    for decode in sorted(decodes, key=lambda d: (-d.num_left, d.num_blocks, d.request_id)):
         if decode.is_movable and not decode.has_moved:
             here[decode.worker].append(decode)
+    for key, waiting in here.items():
+        here[key] = [*waiting[0::2], *waiting[1::2]][::-1]  # the next one is the last
     by_step = sorted(workers, key=lambda w: (w.decode_cost.at(*there[w.key]), w.worker_id))
     sources = [w for w in by_step if here[w.key] and w.decode_cost.is_known and not w.is_draining]
     targets = [w for w in by_step if w.can_decode and not w.uncomputed_tokens]

@@ -55,6 +55,27 @@ def test_a_worker_gets_prompts_until_it_has_two_steps_ahead_and_the_rest_is_queu
     assert cluster.phase("r2") == "queued"
 
 
+@pytest.mark.parametrize(
+    ("name", "rate", "uncomputed", "may_take"),
+    [
+        ("p0", 100.0, AHEAD - 1, True),
+        ("d0", 100.0, 49, True),
+        ("d0", 100.0, 50, False),
+        ("d0", 0.0, AHEAD - 1, True),
+    ],
+)
+def test_a_decode_worker_gets_prompts_for_half_a_second_and_no_whole_steps(
+    name: str, rate: float, uncomputed: int, *, may_take: bool
+) -> None:
+    """It computes them beside its decodes; while its rate is not known it gets as much as others."""
+    cluster = small_cluster()
+    measured = rates(prefill=rate)
+    cluster.beat(name, heartbeat(uncomputed_tokens=uncomputed, measured=measured))
+    worker = cluster.core.members.worker_named(name)
+    assert worker is not None
+    assert worker.can_take_prompt is may_take
+
+
 def test_a_heartbeat_that_was_under_way_does_not_hide_what_was_placed_meanwhile() -> None:
     cluster = small_cluster()
     for name in ("r0", "r1"):

@@ -153,6 +153,8 @@ def test_decodes_that_lead_keep_to_their_sla_on_average() -> None:
         bench.scheduler.note_step(taken[-1], plan)
     average = sum(taken) / len(taken)
     assert 0.04 < average < 0.055
+    told = bench.scheduler.rates().prefill_tokens_per_second
+    assert told == pytest.approx(1200 / sum(taken), rel=0.1), "steps that hold them back count"
     assert min(tokens for tokens in num_prompt_tokens if tokens) >= 8, "no chunk too small"
 
 

@@ -132,14 +132,15 @@ def test_a_link_that_was_only_measured_the_other_way_is_as_fast() -> None:
     assert spread([source, target], large) != []
 
 
-def test_those_with_most_to_draw_go_first_and_of_them_the_smallest() -> None:
+def test_every_other_one_goes_by_what_it_is_to_draw_and_of_equal_ones_the_smaller() -> None:
     running = [
         DecodeView(RequestId("long"), key("d0"), 9, num_left=500),
         DecodeView(RequestId("long, small"), key("d0"), 2, num_left=500),
         *decodes("d0", 10, num_left=100),
     ]
     moves = spread([worker("d0", D, line=LINE), worker("d1", D, line=LINE)], running)
-    assert [name for name, _, _ in moves][:2] == ["long, small", "long"]
+    assert [name for name, _, _ in moves][:3] == ["long, small", "d0-000", "d0-002"]
+    assert "long" not in [name for name, _, _ in moves], "one of the long ones stays"
 
 
 def test_who_moved_lately_or_cannot_move_stays() -> None:
