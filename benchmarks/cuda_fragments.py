@@ -117,7 +117,8 @@ def main(argv: list[str]) -> int:
     for row, bound in zip(rows, TARGETS_MS, strict=True):
         row["target ms"] = bound
     print_table(rows)
-    print(f"kept in {write_results('cuda_fragments', argv, rows)}")
+    name = "cuda_fragments_own" if arguments.own else "cuda_fragments"
+    print(f"kept in {write_results(name, argv, rows)}")
     return 0
 
 

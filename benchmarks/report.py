@@ -41,18 +41,25 @@ def machine_class() -> dict[str, Cell]:
 def write_results(
     benchmark: str, argv: Sequence[str], rows: Sequence[dict[str, Cell]], *, name: str | None = None
 ) -> Path:
-    """Keep rows as ``results/NAME-DATE.json`` (name: the benchmark's) and return the file."""
+    """Keep rows as ``results/NAME-DATE.json`` (name: the benchmark's) and return the file.
+
+    Of absolute paths in the command only the last name is kept: the others are the machine's.
+    """
     date = datetime.now(UTC).date().isoformat()
     path = RESULTS / f"{name or benchmark}-{date}.json"
     RESULTS.mkdir(exist_ok=True)
     document = {
         "date": date,
-        "command": " ".join(["python", "-m", f"benchmarks.{benchmark}", *argv]),
+        "command": " ".join(["python", "-m", f"benchmarks.{benchmark}", *map(_shown, argv)]),
         "machine": machine_class(),
         "rows": list(rows),
     }
     path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
     return path
+
+
+def _shown(argument: str) -> str:
+    return Path(argument).name if argument.startswith("/") else argument
 
 
 def print_table(rows: Sequence[dict[str, Cell]]) -> None:

@@ -67,7 +67,7 @@ def test_a_worker_gets_prompts_until_it_has_two_steps_ahead_and_the_rest_is_queu
 def test_a_decode_worker_gets_prompts_for_half_a_second_and_no_whole_steps(
     name: str, rate: float, uncomputed: int, *, may_take: bool
 ) -> None:
-    """It computes them beside its decodes; while its rate is not known it gets as much as others."""
+    """It computes them beside its decodes; until its rate is known it gets as much as others."""
     cluster = small_cluster()
     measured = rates(prefill=rate)
     cluster.beat(name, heartbeat(uncomputed_tokens=uncomputed, measured=measured))
