@@ -9,6 +9,7 @@ The ratio is that of the copying thread's processor time: on an idle machine it 
 and other programs on a busy one do not disturb it.
 """
 
+import argparse
 import json
 import subprocess
 import sys
@@ -147,6 +148,7 @@ def main(argv: list[str]) -> int:
     if argv == ["--own-pool"]:
         own_pool()
         return 0
+    argparse.ArgumentParser(prog="benchmarks.handoff_copy").parse_args(argv)
     num_bytes = NUM_COPIED * BLOCK_BYTES
     print(f"{NUM_COPIED} blocks of {BLOCK_BYTES} bytes, {NUM_TURNS} turns", flush=True)
     with subprocess.Popen(

@@ -53,7 +53,10 @@ def serve(  # noqa: PLR0917 - typer gives them by name
         bool, typer.Option("--ignore-eos/--no-ignore-eos", help="Always draw all output tokens.")
     ] = True,
     temperature: Annotated[float, typer.Option("--temperature", min=0.0)] = 0.0,
-    seed: Annotated[int, typer.Option("--seed", min=0)] = 0,
+    seed: Annotated[
+        int,
+        typer.Option("--seed", min=0, help="Of the prompts; the same ones are found cached again."),
+    ] = 0,
     slo_ttft_ms: Annotated[float | None, typer.Option("--slo-ttft-ms", min=0.0)] = None,
     slo_tpot_ms: Annotated[float | None, typer.Option("--slo-tpot-ms", min=0.0)] = None,
     timeout: Annotated[

@@ -58,7 +58,12 @@ def agents(  # noqa: PLR0917 - typer gives them by name
     stop: Annotated[
         bool, typer.Option("--stop/--no-stop", help="Online: end when overloaded or steady.")
     ] = True,
-    seed: Annotated[int, typer.Option("--seed", min=0)] = 0,
+    seed: Annotated[
+        int,
+        typer.Option(
+            "--seed", min=0, help="Of the trajectories; the same ones are found cached again."
+        ),
+    ] = 0,
     vocab_size: Annotated[
         int, typer.Option("--vocab-size", min=FIRST_TOKEN_ID + 1, help="Bound of token ids.")
     ] = 4096,

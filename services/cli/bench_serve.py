@@ -129,7 +129,7 @@ async def _awaited(record: Awaitable[RequestRecord]) -> RequestRecord:
 async def progress(name: str, total: int) -> AsyncIterator[Callable[[], None]]:
     """Show how far the run is, on standard error where that is a terminal."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    console = Console(stderr=True)
+    console = Console(stderr=True, emoji=False)
     with Progress(
         *columns, TimeElapsedColumn(), console=console, disable=not console.is_terminal
     ) as bar:
@@ -194,6 +194,8 @@ def _table(options: BenchOptions, model: str, summary: Summary) -> Table:
     table.add_section()
     table.add_row("complete", f"{summary.num_complete} of {summary.num_requests}")
     table.add_row("seconds", f"{summary.seconds:.2f}")
+    prompts = max(1, summary.num_prompt_tokens)
+    table.add_row("cached prompt tokens", f"{100 * summary.num_cached_tokens / prompts:.1f} %")
     for name, rate in summary.throughput().items():
         table.add_row(name.replace("_per_second", "/s").replace("_", " "), f"{rate:.2f}")
     for kind, count in summary.failures.items():

@@ -74,6 +74,7 @@ class Summary:
     seconds: float
     num_output_tokens: int
     num_prompt_tokens: int
+    num_cached_tokens: int
     latencies_ms: Mapping[str, Mapping[str, float] | None]
     num_good: int | None
     failures: Mapping[str, int]
@@ -104,6 +105,7 @@ class Summary:
             "seconds": self.seconds,
             "num_output_tokens": self.num_output_tokens,
             "num_prompt_tokens": self.num_prompt_tokens,
+            "num_cached_tokens": self.num_cached_tokens,
             **self.throughput(),
             "num_good": self.num_good,
             "latencies_ms": dict(self.latencies_ms),
@@ -156,6 +158,7 @@ def summarize(
         seconds=max(ended - started, 1e-9),
         num_output_tokens=sum(record.num_tokens for record in complete),
         num_prompt_tokens=sum(record.num_prompt_tokens for record in complete),
+        num_cached_tokens=sum(record.num_cached_tokens for record in complete),
         latencies_ms={name: quantiles(values) for name, values in latencies.items()},
         num_good=sum(slo.is_kept_by(record) for record in complete) if slo.is_set else None,
         failures=dict(failures),

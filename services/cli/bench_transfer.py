@@ -85,7 +85,7 @@ def run(bench: TransferBench, *, as_json: bool, output: Path | None) -> None:
 
 
 def _measure(bench: TransferBench) -> list[Row]:
-    progress = Console(file=sys.stderr, highlight=False, soft_wrap=True)
+    progress = Console(file=sys.stderr, highlight=False, emoji=False, soft_wrap=True)
     rows: list[Row] = []
     for line in _lines(bench):
         if "error" in line:

@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-from rich.table import Table
-
 from common.config.api_key_file import load_api_keys
 from common.config.load import LoadedSettings
 from common.config.preload_file import read_prompts
@@ -19,7 +17,7 @@ from common.storage.store_url import parse_store_url
 from common.transfer.nixl_packages import HOW_TO_INSTALL, is_nixl_installed
 from common.transport.addresses import load_keys
 from common.transport.security import ALLOWED_NAME
-from services.cli.terminal import out
+from services.cli.terminal import grid, out
 
 
 def print_settings(loaded: LoadedSettings, *, has_gateway: bool, has_workers: bool) -> None:
@@ -40,7 +38,7 @@ def print_settings(loaded: LoadedSettings, *, has_gateway: bool, has_workers: bo
     if has_gateway and settings.api_key_file is not None:
         load_api_keys(settings.api_key_file)
     keys = load_keys(settings)
-    table = Table("setting", "value", "source", box=None, pad_edge=False)
+    table = grid("setting", "value", "source")
     for name in Settings.model_fields:
         table.add_row(name, format_value(settings, name), loaded.sources[name])
     console = out()

@@ -16,8 +16,9 @@ def make_key_folder(folder: Path) -> None:
     """Make a key folder and say what to do with it. ConfigError when one is there already."""
     public = make_keys(folder)
     console = out()
-    console.print(f"made {folder / SECRET_NAME} (secret, never leaves this host)", soft_wrap=True)
-    console.print(f"made {public} (public)", soft_wrap=True)
+    secret = f"made {folder / SECRET_NAME} (secret, never leaves this host)"
+    console.print(secret, soft_wrap=True, markup=False)
+    console.print(f"made {public} (public)", soft_wrap=True, markup=False)
     console.print(
         f"A controller on this host is joined with --controller 'tcp://ADDRESS:7400?key="
         f"{read_public_key(public).hex()}'",
@@ -29,4 +30,5 @@ def make_key_folder(folder: Path) -> None:
         f"{folder / ALLOWED_NAME}/ under a name ending in .key, then start FlowPath with "
         f"--keys {folder} --cluster-host ADDRESS.",
         soft_wrap=True,
+        markup=False,
     )

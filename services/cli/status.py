@@ -13,7 +13,7 @@ from common.config.settings import Settings
 from common.messages.admin import StatusReport, WorkerStatus
 from common.messages.fields import WorkerState
 from services.cli.admin import need_status
-from services.cli.terminal import out
+from services.cli.terminal import grid, out
 
 
 def show_status(settings: Settings, *, as_json: bool) -> None:
@@ -50,12 +50,12 @@ def status_tables(report: StatusReport) -> list[Table | str]:
 
 def _workers(report: StatusReport) -> Table:
     names = ("worker", "host", "pid", "role", "state", "blocks", "free", "referenced", "cached")
-    workers = Table(*names, "in transfer", "peers", box=None, pad_edge=False)
+    workers = grid(*names, "in transfer", "peers")
     for worker in report.workers:
         kv = worker.kv
         counts = (kv.total, kv.free, kv.referenced, kv.cached, kv.in_transfer) if kv else ()
         cells = [str(count) for count in counts] or ["-"] * 5
-        peers = "\n".join(_peers(worker, report)) or "-"
+        peers = "\n".join(dict.fromkeys(_peers(worker, report))) or "-"
         role = f"{worker.role} (switching)" if worker.is_switching else worker.role
         who = (worker.id, escape(host_name(worker.host)), str(worker.pid), role)
         workers.add_row(*who, worker.state, *cells, peers)
@@ -65,7 +65,7 @@ def _workers(report: StatusReport) -> Table:
 def _loads(report: StatusReport) -> Table:
     queues = ("waiting", "prefill", "sending", "receiving", "decoding", "swapped")
     rates = ("prefill tok/s", "decode tok/s", "ms/token")
-    loads = Table("worker", "mode", *queues, "uncomputed", *rates, box=None, pad_edge=False)
+    loads = grid("worker", "mode", *queues, "uncomputed", *rates)
     for worker in report.workers:
         cells = (*_load_cells(worker), *_rate_cells(worker))
         loads.add_row(worker.id, worker.mode.replace("_", "-"), *cells)
@@ -112,7 +112,7 @@ def _peers(worker: WorkerStatus, report: StatusReport) -> Iterator[str]:
 
 
 def _gateways(report: StatusReport) -> Table:
-    gateways = Table("gateway", "host", "pid", "state", "url", "streams", box=None, pad_edge=False)
+    gateways = grid("gateway", "host", "pid", "state", "url", "streams")
     for gateway in report.gateways:
         who = (gateway.id, escape(host_name(gateway.host)), str(gateway.pid))
         state = WorkerState.DRAINING if gateway.is_draining else WorkerState.READY

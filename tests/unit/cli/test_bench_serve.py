@@ -292,7 +292,7 @@ def record(index: int, ttft: float, step: float, tokens: int = 5, **fields) -> R
 def test_latencies_rates_and_goodput_are_those_of_complete_requests():
     records = [
         record(0, ttft=0.1, step=0.02),
-        record(1, ttft=0.3, step=0.01),
+        record(1, ttft=0.3, step=0.01, num_cached_tokens=2),
         record(2, ttft=0.1, step=0.5),
         record(3, ttft=9.0, step=9.0, failure="timeout", detail="after 9 s"),
     ]
@@ -301,6 +301,7 @@ def test_latencies_rates_and_goodput_are_those_of_complete_requests():
     assert summary.failures == {"timeout": 1, "not_sent": 1}
     assert not summary.is_whole
     assert summary.seconds == pytest.approx(45.0)
+    assert (summary.num_prompt_tokens, summary.num_cached_tokens) == (9, 2)
     assert summary.throughput()["output_tokens_per_second"] == pytest.approx(15 / 45)
     assert summary.throughput()["goodput_requests_per_second"] == pytest.approx(1 / 45)
     assert summary.latencies_ms["TTFT"]["p50"] == pytest.approx(100)

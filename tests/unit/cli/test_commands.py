@@ -341,6 +341,16 @@ def test_an_address_of_another_host_ends_a_worker_before_it_loads_anything(
         assert not (tmp_path / "cache").exists(), "no model was made"
 
 
+def test_what_looks_like_markup_or_an_emoji_is_printed_as_it_is(tmp_path: Path) -> None:
+    folder = tmp_path / "a:x:[bold]b"
+    code, out, _ = run("keygen", str(folder))
+    assert code == 0
+    assert out.count(str(folder)) >= 3
+    code, _, err = run("serve", "--check", "--store", "bogus:x:[bold]")
+    assert code == 2
+    assert "bogus:x:[bold]" in err
+
+
 def test_keygen_prints_the_key_as_an_endpoint_names_it(tmp_path: Path) -> None:
     code, out, _ = run("keygen", str(tmp_path / "keys"))
     assert code == 0

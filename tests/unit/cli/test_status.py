@@ -104,9 +104,9 @@ def test_the_json_has_the_fields_that_scripts_rely_on() -> None:
     assert found["workers"][1]["kv"] is None
 
 
-def printed(report: StatusReport) -> list[str]:
+def printed(report: StatusReport, width: int = 200) -> list[str]:
     sink = io.StringIO()
-    console = Console(file=sink, width=200, highlight=False)
+    console = Console(file=sink, width=width, highlight=False)
     for table in status_tables(report):
         console.print(table)
     return [" ".join(line.split()) for line in sink.getvalue().splitlines()]
@@ -124,9 +124,18 @@ def test_people_get_tables_of_workers_their_load_and_gateways() -> None:
     assert lines[9] == "gateway-0 a 13 ready http://127.0.0.1:1 2"
 
 
+def test_names_stay_whole_and_nothing_is_cut_in_a_narrow_terminal() -> None:
+    lines = printed(REPORT, width=80)
+    assert [line.split()[0] for line in lines if line.startswith(("prefill-0", "decode-0"))] == [
+        *("prefill-0", "decode-0"),
+        *("prefill-0", "decode-0"),
+    ]
+    assert "…" not in "".join(lines)
+
+
 def test_a_pair_that_works_is_told_with_its_transport() -> None:
     pair = PairStatus(worker_id=WorkerId("decode-0"), epoch=Epoch(6), transport="tcp", reason="")
-    prefill = replace(REPORT.workers[0], pairs=(pair,))
+    prefill = replace(REPORT.workers[0], pairs=(pair, pair))
     lines = printed(replace(REPORT, workers=(prefill, REPORT.workers[1])))
     assert lines[3].endswith("2 1 decode-0 tcp")
     assert lines[4].endswith("- - prefill-0 tcp")
