@@ -177,6 +177,8 @@ def _row(span: Span) -> PhaseRow:
 
 _NOTHING = ((), "", "request_id", "")
 _DECODING = ("decode_wait", "decode")
+_COMES_TO = ("decode_wait", "migration")
+"""Spans of the worker that the request comes to, which is known once it is there."""
 _STEPS: Mapping[str, tuple[tuple[str, ...], str, str, str]] = {
     "request_received": ((), "place", "request_id", ""),
     "request_queued": (("place",), "queue", "request_id", ""),
@@ -219,7 +221,9 @@ class _Spans:
             self._done.append(Span("load", entry.process, max(0.0, at - seconds), at))
         ends, begins, id_of, worker_of = _STEPS.get(entry.event, _NOTHING)
         for name in ends:
-            self._end(name, str(entry.fact(id_of)), at)
+            is_there = entry.event == "handoff_accepted" and name in _COMES_TO
+            came_to = entry.process if is_there else None
+            self._end(name, str(entry.fact(id_of)), at, came_to)
         if begins:
             worker = str(entry.fact(worker_of) or entry.process)
             self._begin(begins, str(entry.fact(id_of)), worker, at)
@@ -235,11 +239,11 @@ class _Spans:
             return
         self._open[name, request] = (worker, at)
 
-    def _end(self, name: str, request: str, at: float) -> None:
+    def _end(self, name: str, request: str, at: float, came_to: str | None = None) -> None:
         begun = self._open.pop((name, request), None)
         if begun is not None:
             worker, start = begun
-            self._done.append(Span(name, worker, start, at))
+            self._done.append(Span(name, came_to or worker, start, at))
 
     def _end_all(self, request: str, at: float) -> None:
         if ("decode_wait", request) in self._open:  # it decoded where it was prefilled

@@ -61,7 +61,7 @@ def test_phases_are_laid_out_by_the_lines_that_begin_and_end_them() -> None:
         ("queue", "p0", 0.5, 3.0),
         ("prefill", "p0", 3.0, 5.0),
         ("transfer", "p0", 3.0, 5.5),
-        ("decode_wait", "p0", 5.0, 6.0),
+        ("decode_wait", "d0", 5.0, 6.0),
         ("decode", "d0", 6.0, 7.5),
     ]
     assert (found.outcome, found.seconds) == ("finished: stop", 8.0)
@@ -128,7 +128,7 @@ def test_a_migration_moves_the_decode() -> None:
     )
     assert spans(found)[-3:] == [
         ("decode", "d0", 6.0, 7.5),
-        ("migration", "d0", 7.0, 7.5),
+        ("migration", "d1", 7.0, 7.5),
         ("decode", "d1", 7.5, None),
     ]
 
