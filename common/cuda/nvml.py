@@ -81,6 +81,7 @@ def _link_rate(nvml: ctypes.CDLL, device: ctypes.c_void_p, link: int) -> float:
     for field_id, scope_id in ((_SPEED_OF_LINK, link), (_SPEED_OF_EACH_LINK, 0)):
         field = _FieldValue(field_id=field_id, scope_id=scope_id)
         asked = nvml.nvmlDeviceGetFieldValues(device, 1, ctypes.byref(field))
-        if asked == _SUCCESS and field.status == _SUCCESS:
-            return float(field.value & 0xFFFFFFFF) / 1e3
+        megabytes = field.value & 0xFFFFFFFF
+        if asked == _SUCCESS and field.status == _SUCCESS and megabytes:
+            return float(megabytes) / 1e3
     return 0.0

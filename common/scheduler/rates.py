@@ -79,10 +79,10 @@ class StepRates:
     def prompt_allowance(self, sla_seconds: float) -> int | None:
         """Return how many prompt tokens the next step may have beside decodes; None for any.
 
-        Steps with decodes are to take ``sla_seconds`` on average, or half more than they take alone
-        where that is more. A step with prompts may take longer, in one chunk that is worth its
-        step's fixed cost; then those after it have none until the average is right again. None
-        while the rate is not known.
+        Steps with decodes are to take ``sla_seconds`` on average, or ``SLOWEST_SHARE`` of what they
+        take alone where that is more. A step with prompts may take longer, in one chunk that is
+        worth its step's fixed cost; then those after it have none until the average is right again.
+        None while the rate is not known.
         """
         self._target = max(sla_seconds, SLOWEST_SHARE * self._decode_alone)
         rate = self._prefill_alone.value

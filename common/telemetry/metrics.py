@@ -118,7 +118,7 @@ class WorkerMetrics:
         )
         self.step_seconds = Histogram(
             "flowpath_engine_step_seconds",
-            "Time of one engine step.",
+            "Time of one engine step, as its worker waited for it.",
             buckets=_SHORT_BUCKETS,
             registry=registry,
         )

@@ -126,7 +126,11 @@ class StepPipeline:
         if self._slow_down > 1:
             self._hold_back(oldest)
             return FinishedStep(oldest.plan, results, oldest.launch_seconds)
-        seconds = oldest.step.seconds_after(oldest.before)
+        try:
+            seconds = oldest.step.seconds_after(oldest.before)
+        except ENGINE_ERRORS as error:
+            log.warning("step_not_timed", reason=str(error))
+            seconds = None
         return FinishedStep(oldest.plan, results, oldest.launch_seconds, seconds)
 
     def _hold_back(self, step: _InFlight) -> None:

@@ -97,6 +97,7 @@ class HybridWorker:
         match order:
             case WorkerAccepted():
                 self._num_orders = 0
+                self._scheduler.direct(None, 0)  # a controller that was started anew knows of none
                 self._own.take(order.role, order.role_generation)
                 self._peers.replace(order.peers)
                 self.requests.registered()

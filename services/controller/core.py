@@ -99,7 +99,8 @@ class ControllerCore:
         self._limits = limits
         self._look_ups = LookUps(self.members, self.book)
         self._dispatcher = Dispatcher(
-            self.members, self.book, limits, policy, self.prefixes, self._look_ups
+            *(self.members, self.book, limits, policy, self.prefixes, self._look_ups),
+            self.elasticity,
         )
         self._decode_placer = DecodePlacer(self.members, self.book, limits)
         self._lifecycle = RequestLifecycle(self.book, limits, self.members)
@@ -272,8 +273,7 @@ class ControllerCore:
                 gateway.is_draining = message.is_draining
                 return [Send(key, self._cluster_state(now), cause)]
             case SubmitRequest():
-                effects = self.elasticity.end_quiet(cause, now)
-                effects += self._dispatcher.submit(gateway, message, payload, cause, now)
+                effects = self._dispatcher.submit(gateway, message, payload, cause, now)
                 self._replicas.submitted(self.book.requests.get(message.request_id), now)
                 return effects
             case CancelRequest() if message.request_id not in self.book.requests:

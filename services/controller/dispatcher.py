@@ -12,6 +12,7 @@ from common.messages.control import (
 )
 from services.controller import request_machine as machine
 from services.controller.effects import Effect, Fact, Note, PeerKey, Send
+from services.controller.elasticity import Elasticity
 from services.controller.limits import ControllerLimits
 from services.controller.look_ups import LookUps, is_worth_asking
 from services.controller.members import GatewayRecord, Members, WorkerRecord
@@ -46,6 +47,7 @@ class Dispatcher:
         policy: Policy,
         prefixes: Prefixes,
         look_ups: LookUps,
+        elasticity: Elasticity,
     ) -> None:
         self._members = members
         self._book = book
@@ -53,6 +55,7 @@ class Dispatcher:
         self._policy = policy
         self._prefixes = prefixes
         self._look_ups = look_ups
+        self._elasticity = elasticity
 
     def submit(
         self,
@@ -70,6 +73,10 @@ class Dispatcher:
         hashes = self._prefixes.hashes(payload[0], is_needed=asked is not None)
         request = self._with_hits(view, hashes)
         cluster = self._members.view()
+        effects: list[Effect] = []
+        if self._elasticity.helps_in_quiet and cluster.can_serve(request):
+            effects = self._elasticity.end_quiet(cause, now)
+            cluster = self._members.view()
         if asked is not None and not is_worth_asking(request):
             asked = None
         placement = None
@@ -81,12 +88,12 @@ class Dispatcher:
         record.hashes = hashes
         self._book.add(record)
         if placement is not None:
-            return self._place(record, request, placement, cause, now)
+            return [*effects, *self._place(record, request, placement, cause, now)]
         reason = "every worker that could have it has enough to compute"
-        effects: list[Effect] = []
+        begun: list[Effect] = []
         if asked is not None:
             reason = f"{asked[0]} is asked what the store has of it"
-            effects = self._look_ups.begin(record, request, asked, cause, now)
+            begun = self._look_ups.begin(record, request, asked, cause, now)
         facts: tuple[Fact, ...] = (
             ("num_ahead", len(self._book.queued) - 1),
             ("num_prompt_tokens", message.num_prompt_tokens),
@@ -94,9 +101,10 @@ class Dispatcher:
         )
         queued = RequestQueued(request_id=record.request_id)
         return [
+            *effects,
             Note("request_queued", cause, record.request_id, facts),
             Send(gateway.key, queued, cause),
-            *effects,
+            *begun,
         ]
 
     def dispatch_queued(self, cause: str, now: float) -> list[Effect]:

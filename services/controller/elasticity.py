@@ -81,6 +81,11 @@ class Elasticity:
         """Take all help back: the operator gives the roles from now on."""
         return self._carry_out(self._role_planner.withdraw(), cause, now=0.0)
 
+    @property
+    def helps_in_quiet(self) -> bool:
+        """Whether some worker helps to decode only while no requests come."""
+        return self._role_planner.helps_in_quiet
+
     def end_quiet(self, cause: str, now: float) -> list[Effect]:
         """A request has come: those that help to decode only while none does are to end it."""
         return self._carry_out(self._role_planner.end_quiet(), cause, now)

@@ -1,6 +1,7 @@
 """Running decodes that move to another worker: from full pools, draining workers, long batches."""
 
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from common.ids import RequestId, WorkerId
@@ -40,11 +41,12 @@ class _Spread:
 class _Progress:
     """What a running decode is thought to have drawn: one token in each of its worker's steps.
 
-    ``num_steps`` is the worker's count when ``num_drawn`` was brought up to date.
+    ``num_steps`` is the worker's count when ``num_drawn`` was brought up to date; there is no
+    worker before one has told its load.
     """
 
-    worker: Incarnation
-    num_steps: int
+    worker: Incarnation | None = None
+    num_steps: int = 0
     num_drawn: int = 1
 
 
@@ -56,6 +58,8 @@ class Migrations:
         self._book = book
         self._spread: dict[RequestId, _Spread] = {}
         self._progress: dict[RequestId, _Progress] = {}
+        self._spreading: set[RequestId] = set()
+        """Those that move for that reason now."""
 
     def take_round(self, cause: str, now: float) -> list[Effect]:
         """Begin the moves that are due."""
@@ -65,15 +69,16 @@ class Migrations:
             if worker.state in (WorkerState.READY, WorkerState.DRAINING)
         ]
         records = self._book.requests.values()
-        num_moving = sum(record.phase is RequestPhase.MIGRATING for record in records)
+        moving = [record for record in records if record.phase is RequestPhase.MIGRATING]
+        self._spreading &= {record.request_id for record in moving}
         self._note_progress(records)
         decodes = [
             self._view(record, now) for record in records if record.phase is RequestPhase.DECODING
         ]
-        moves = plan_migrations(workers, decodes, num_moving)
+        moves = plan_migrations(workers, decodes, len(moving) - len(self._spreading))
         begun = {move.request_id for move in moves}
         decodes = [decode for decode in decodes if decode.request_id not in begun]
-        spread = self._spread_moves(workers, decodes, num_moving + len(moves), now)
+        spread = self._spread_moves(workers, decodes, self._under_way(moving), now)
         self._note_spread(spread, now)
         effects: list[Effect] = []
         for move in (*moves, *spread):
@@ -81,16 +86,20 @@ class Migrations:
         return effects
 
     def _spread_moves(
-        self, workers: list[WorkerView], decodes: list[DecodeView], num_moving: int, now: float
+        self,
+        workers: list[WorkerView],
+        decodes: list[DecodeView],
+        under_way: Mapping[Incarnation, list[int]],
+        now: float,
     ) -> list[Migration]:
         """Return the moves that let prompts come sooner, or else tokens."""
         batches = self._batches()
         if now - self._book.last_submitted_at < RETURN_SECONDS:
             guests = [decode for decode in decodes if decode.request_id in self._spread]
-            returns = plan_returns(workers, guests, batches, num_moving)
+            returns = plan_returns(workers, guests, batches, under_way)
             if returns:
                 return returns
-        return plan_spread(workers, decodes, batches, num_moving)
+        return plan_spread(workers, decodes, batches, under_way)
 
     def _note_progress(self, records: Iterable[RequestRecord]) -> None:
         """Count the steps that decodes had since the last round."""
@@ -100,14 +109,13 @@ class Migrations:
                 continue
             key = (WorkerId(record.decode[0]), record.decode[1])
             worker = self._members.workers.get(key)
-            num_steps = worker.load.num_steps if worker and worker.load else 0
-            known = self._progress.get(record.request_id)
-            if known is None:
-                known = _Progress(key, num_steps)
-            elif known.worker == key:
-                known.num_drawn += max(0, num_steps - known.num_steps)
-            known.worker, known.num_steps = key, num_steps
+            known = self._progress.get(record.request_id) or _Progress()
             progress[record.request_id] = known
+            if worker is None or worker.load is None:
+                continue
+            if known.worker == key:
+                known.num_drawn += max(0, worker.load.num_steps - known.num_steps)
+            known.worker, known.num_steps = key, worker.load.num_steps
         self._progress = progress
 
     def _note_spread(self, moves: list[Migration], now: float) -> None:
@@ -117,12 +125,24 @@ class Migrations:
             before = self._spread.get(move.request_id)
             number = before.number + 1 if before else 1
             self._spread[move.request_id] = _Spread(number, now)
+            self._spreading.add(move.request_id)
 
     def _has_moved(self, record: RequestRecord, now: float) -> bool:
         spread = self._spread.get(record.request_id)
         if spread is not None and spread.number > 1:
             return now - spread.begun_at < MOVED_TWICE_SECONDS
         return record.moved_at is not None and now - record.moved_at < MOVED_AGAIN_SECONDS
+
+    def _under_way(self, moving: Iterable[RequestRecord]) -> dict[Incarnation, list[int]]:
+        """Return the blocks of every decode that moves, by the worker that it leaves."""
+        leaving: defaultdict[Incarnation, list[int]] = defaultdict(list)
+        for record in moving:
+            assert record.decode is not None, "it leaves it"
+            source = self._members.workers.get(record.decode)
+            if source is not None:
+                num_tokens = self._num_tokens(record)
+                leaving[source.key].append(-(-num_tokens // source.hello.block_size))
+        return leaving
 
     def _batches(self) -> dict[Incarnation, Batch]:
         """Return what decodes at each worker or moves there."""

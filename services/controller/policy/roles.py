@@ -111,7 +111,7 @@ class RolePlanner:
         *,
         is_quiet: bool = False,
     ) -> list[Help | Unhelp | Switch]:
-        """Return what to change this round; what helps or switches is ready and not draining.
+        """Return what to change this round; ``workers`` are ready, and not draining.
 
         ``is_quiet`` tells that no prompts came for a while and none is computed.
         """
@@ -123,6 +123,11 @@ class RolePlanner:
         switch = self._plan_switch(pressure, workers, now)
         actions = self._plan_help(_Round(short, pressure, workers, is_quiet), switch)
         return [*actions, switch] if switch else actions
+
+    @property
+    def helps_in_quiet(self) -> bool:
+        """Whether some help is for a quiet time only."""
+        return any(grant.is_for_quiet for grant in self._grants.values())
 
     def end_quiet(self) -> list[Unhelp]:
         """Take back the help that was for a quiet time: prompts come."""
@@ -143,13 +148,14 @@ class RolePlanner:
         known = {worker.key for worker in this.workers}
         for key in [key for key in self._grants if key not in known]:
             del self._grants[key]
+            actions.append(Unhelp(key, "it drains, is silent or gone"))
         for worker in this.workers:
             grant = self._grants.get(worker.key)
             if grant is not None:
-                is_leaving = worker.is_draining or worker.role is not _OTHER[grant.role]
-                if is_leaving or (switch is not None and switch.worker == worker.key):
+                is_other = worker.role is not _OTHER[grant.role]
+                if is_other or (switch is not None and switch.worker == worker.key):
                     del self._grants[worker.key]
-                    actions.append(Unhelp(worker.key, "it drains or has another role now"))
+                    actions.append(Unhelp(worker.key, "it has another role now"))
                     continue
                 grant.num_rounds -= 1
                 is_over = grant.is_for_quiet and not this.is_quiet

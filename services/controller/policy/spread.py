@@ -43,6 +43,9 @@ MAX_SPREADING = 64
 """Most moves of the cluster under way at once; those from one worker wait for each other."""
 
 
+NONE_MOVING: Mapping[Incarnation, Sequence[int]] = {}
+
+
 class Batch(NamedTuple):
     """Sequences that decode at a worker, and the tokens that they attend to."""
 
@@ -79,11 +82,12 @@ def plan_spread(
     workers: Sequence[WorkerView],
     decodes: Sequence[DecodeView],
     batches: Mapping[Incarnation, Batch],
-    num_moving: int = 0,
+    under_way: Mapping[Incarnation, Sequence[int]] = NONE_MOVING,
 ) -> list[Migration]:
-    """Return the moves to begin now, while ``num_moving`` are under way.
+    """Return the moves to begin now.
 
-    ``batches`` are what decodes at each worker, or is on its way to it.
+    ``batches`` are what decodes at each worker, or is on its way to it. ``under_way`` are the
+    blocks of each decode that is leaving a worker already.
     """
     there = defaultdict(Batch, batches)
     used = {worker.key: worker.used_blocks for worker in workers}
@@ -97,14 +101,16 @@ def plan_spread(
     sources = [w for w in by_step if here[w.key] and w.decode_cost.is_known and not w.is_draining]
     targets = [w for w in by_step if w.can_decode and not w.uncomputed_tokens]
     sources, targets = sources[-MAX_CONSIDERED:], targets[:MAX_CONSIDERED]
-    queued: Counter[Incarnation] = Counter()
+    queued = Counter({key: sum(blocks) for key, blocks in under_way.items()})
+    num_moving = sum(len(blocks) for blocks in under_way.values())
     moves: list[Migration] = []
     while num_moving + len(moves) < MAX_SPREADING:
-        move = _next_move(sources, targets, here, _State(there, used, queued))
-        if move is None:
+        found = _next_move(sources, targets, here, _State(there, used, queued))
+        if found is None:
             break
+        move, place = found
         moves.append(move)
-        moved = here[move.source].pop()
+        moved = here[move.source].pop(place)
         there[move.source] = there[move.source].without_one(moved.num_tokens)
         there[move.target] = there[move.target].with_one(moved.num_tokens)
         used[move.target] += move.num_blocks
@@ -116,7 +122,7 @@ def plan_returns(
     workers: Sequence[WorkerView],
     guests: Sequence[DecodeView],
     batches: Mapping[Incarnation, Batch],
-    num_moving: int = 0,
+    under_way: Mapping[Incarnation, Sequence[int]] = NONE_MOVING,
 ) -> list[Migration]:
     """Return the moves by which ``guests`` leave prefill workers that do not decode any more.
 
@@ -126,6 +132,8 @@ def plan_returns(
     used = {worker.key: worker.used_blocks for worker in workers}
     hosts = {w.key: w for w in workers if not w.can_decode and not w.is_draining}
     targets = [w for w in workers if w.can_decode and not w.uncomputed_tokens]
+    queued = Counter({key: sum(blocks) for key, blocks in under_way.items()})
+    num_moving = sum(len(blocks) for blocks in under_way.values())
     moves: list[Migration] = []
     for decode in sorted(guests, key=lambda d: (-d.num_left, d.num_blocks, d.request_id)):
         host = hosts.get(decode.worker)
@@ -136,16 +144,18 @@ def plan_returns(
             for target in targets
             if _can_take(target, host, there[target.key], used[target.key] + decode.num_blocks)
         ]
+        num_blocks = queued[host.key] + decode.num_blocks
         steps = [
             (step, target)
             for step, target in steps
-            if step * decode.num_left >= PAYS * _cost(host, target, decode.num_blocks)
+            if step * decode.num_left >= PAYS * _cost(host, target, num_blocks)
         ]
         if not steps:
             continue
         _, target = min(steps, key=lambda each: (each[0], each[1].worker_id))
         there[target.key] = there[target.key].with_one(decode.num_tokens)
         used[target.key] += decode.num_blocks
+        queued[host.key] += decode.num_blocks
         reason = "prompts come again"
         moves.append(Migration(decode.request_id, host.key, target.key, decode.num_blocks, reason))
     return moves
@@ -164,30 +174,48 @@ def _next_move(
     targets: Sequence[WorkerView],
     here: Mapping[Incarnation, list[DecodeView]],
     state: _State,
-) -> Migration | None:
-    """Return the most that one move gains the longest step that gains anything."""
-    there, used, queued = state
-    for source in sorted(sources, key=lambda w: -w.decode_cost.at(*there[w.key])):
-        if not here[source.key]:
-            continue
-        decode = here[source.key][-1]
-        longer = source.decode_cost.at(*there[source.key])
-        best: tuple[float, WorkerView] | None = None
-        for target in targets:
-            num_used = used[target.key] + decode.num_blocks
-            if not _can_take(target, source, there[target.key], num_used):
+) -> tuple[Migration, int] | None:
+    """Return the most that one move gains the longest step that gains anything.
+
+    With it comes the decode's place in its worker's list, whose last one is the first to go. Where
+    that gains nothing, the next one of a shorter context may.
+    """
+    for source in sorted(sources, key=lambda w: -w.decode_cost.at(*state.there[w.key])):
+        decodes = here[source.key]
+        least_tokens: int | None = None
+        for place in range(len(decodes) - 1, -1, -1):
+            decode = decodes[place]
+            if least_tokens is not None and decode.num_tokens >= least_tokens:
                 continue
-            with_it = there[target.key].with_one(decode.num_tokens)
-            gain = longer - step_there(source, target, with_it)
-            cost = _cost(source, target, queued[source.key] + decode.num_blocks)
-            is_worth_it = gain > MIN_GAIN * longer and gain * decode.num_left >= PAYS * cost
-            if is_worth_it and (best is None or gain > best[0]):
-                best = gain, target
-        if best is not None:
-            gain, target = best
-            reason = f"steps of {1e3 * longer:.1f} ms here, {1e3 * (longer - gain):.1f} ms there"
-            return Migration(decode.request_id, source.key, target.key, decode.num_blocks, reason)
+            move = _best_move(source, targets, decode, state)
+            if move is not None:
+                return move, place
+            least_tokens = decode.num_tokens
     return None
+
+
+def _best_move(
+    source: WorkerView, targets: Sequence[WorkerView], decode: DecodeView, state: _State
+) -> Migration | None:
+    """Return the move of one decode that gains the most; None where none pays."""
+    there, used, queued = state
+    longer = source.decode_cost.at(*there[source.key])
+    best: tuple[float, WorkerView] | None = None
+    for target in targets:
+        num_used = used[target.key] + decode.num_blocks
+        if not _can_take(target, source, there[target.key], num_used):
+            continue
+        with_it = there[target.key].with_one(decode.num_tokens)
+        gain = longer - step_there(source, target, with_it)
+        cost = _cost(source, target, queued[source.key] + decode.num_blocks)
+        is_worth_it = gain > MIN_GAIN * longer and gain * decode.num_left >= PAYS * cost
+        if is_worth_it and (best is None or gain > best[0]):
+            best = gain, target
+    if best is None:
+        return None
+    gain, target = best
+    reason = f"steps of {1e3 * longer:.1f} ms here, {1e3 * (longer - gain):.1f} ms there"
+    return Migration(decode.request_id, source.key, target.key, decode.num_blocks, reason)
 
 
 def _rate(source: WorkerView, target: WorkerView) -> float:

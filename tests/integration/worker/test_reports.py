@@ -97,6 +97,14 @@ async def test_measured_rates_and_the_mode_are_told(tmp_path: Path) -> None:
         assert beat.rates.prefill_tokens_per_second > 0
         assert beat.rates.decode_step_seconds > 0
         assert beat.mode is Mode.DECODE_LED
+        anew = WorkerAccepted(
+            role=Role.COMBINED, role_generation=1, heartbeat_seconds=0.05, peers=()
+        )
+        cluster.order("w", anew)
+        await cluster.board.wait_for(
+            "a mode of its own: whoever directed it is gone",
+            lambda: cluster.heartbeats["w"][-1].mode is Mode.BALANCED,
+        )
 
 
 async def test_a_heartbeat_comes_at_once_when_the_last_waiting_prompt_is_admitted(

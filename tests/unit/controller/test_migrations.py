@@ -15,6 +15,7 @@ from services.controller.migrations import (
     MOVED_AGAIN_SECONDS,
     MOVED_TWICE_SECONDS,
 )
+from services.controller.policy.migration import MAX_MOVING
 from tests.unit.controller.cluster import (
     Cluster,
     heartbeat,
@@ -191,6 +192,44 @@ def test_when_prompts_come_again_a_prefill_worker_gives_the_decodes_back() -> No
     again = {name for _, name, _ in moves(cluster.tick(after=ROUND))}
     assert len(again) == 4
     assert not again & taken, "who came back stays for a minute"
+
+
+def test_a_request_that_is_refused_ends_no_quiet_time() -> None:
+    cluster = long_batch_cluster(num_decode=1)
+    cluster.now += QUIET_SECONDS
+    tell_long_batch(cluster)
+    assert "help_granted" in notes(cluster.tick(after=ROUND))
+    assert "help_ended" not in notes(cluster.submit("huge", 4_000_000))
+    assert "help_ended" in notes(cluster.submit("small"))
+
+
+def test_a_drain_does_not_wait_for_decodes_that_spread() -> None:
+    cluster = long_batch_cluster(num_decode=3)
+    begun = {name for _, name, _ in moves(cluster.tick(after=ROUND))}
+    assert len(begun) > MAX_MOVING
+    drain(cluster, "d0")
+    tell_long_batch(cluster)
+    leaving = {name for source, name, _ in moves(cluster.tick(after=ROUND)) if source == "d0"}
+    assert leaving
+    assert not leaving & begun
+
+
+def test_how_far_a_decode_is_is_not_told_by_what_its_worker_did_before() -> None:
+    """A controller that was started anew hears of decodes before their worker tells its load."""
+    cluster = pair_cluster(num_decode=2)
+    cluster.submit("r", max_tokens=2000)
+    cluster.started("d0", "r")
+    cluster.gateway_beat()
+    cluster.tick(after=ROUND)
+    for num_steps in (70_000, 70_005):
+        cluster.beat("d0", heartbeat(kv(), num_steps=num_steps))
+        cluster.beat("d1")
+        cluster.tick(after=ROUND)
+    drain(cluster, "d0")
+    cluster.tick(after=ROUND)
+    target = cluster.core.members.worker_named("d1")
+    assert target is not None
+    assert target.replaced_blocks == 2
 
 
 def test_where_the_operator_gives_the_roles_a_prefill_worker_takes_no_decodes() -> None:

@@ -60,6 +60,24 @@ def test_an_even_load_goes_on_from_what_was_learned() -> None:
     assert (after.each, after.token) == pytest.approx((before.each, before.token), rel=0.3)
 
 
+def test_contexts_that_grow_leave_what_a_sequence_costs_as_it_was() -> None:
+    """Long answers of one batch: its size says nothing, its tokens do."""
+    true = DecodeCost(0.02, 0.004, 2e-6)
+    meter = CostMeter()
+    learn(meter, [(n, 300) for _ in range(8) for n in range(1, 25)], true)
+    learn(meter, [(24, 128 + step) for step in range(800)], true)
+    assert meter.cost().at(12, 12 * 900) == pytest.approx(true.at(12, 12 * 900), rel=0.05)
+    assert meter.cost().at(1, 900) == pytest.approx(true.at(1, 900), rel=0.05)
+
+
+def test_steps_that_are_far_shorter_than_all_before_begin_anew() -> None:
+    """The first step of a worker compiles what it needs."""
+    meter = CostMeter()
+    meter.add(1, 100, 60.0)
+    learn(meter, ramp(1000))
+    assert meter.cost().at(20, 20_000) == pytest.approx(TRUE.at(20, 20_000), rel=0.05)
+
+
 def test_the_plane_goes_through_the_steps_of_late_however_steep_it_was() -> None:
     meter = CostMeter()
     learn(meter, ramp(10, most=10), DecodeCost(0.0, 0.4, 0.0))

@@ -42,7 +42,8 @@ def batches(running: list[DecodeView]) -> dict[Incarnation, Batch]:
 def spread(
     workers: list[WorkerView], running: list[DecodeView], num_moving: int = 0
 ) -> list[tuple[str, str, str]]:
-    moves = plan_spread(workers, running, batches(running), num_moving)
+    under_way = {key("elsewhere"): [1] * num_moving}
+    moves = plan_spread(workers, running, batches(running), under_way)
     return [(move.request_id, move.source[0], move.target[0]) for move in moves]
 
 
@@ -121,6 +122,38 @@ def test_moves_wait_for_the_bytes_of_those_before_them() -> None:
     assert pays(num_moves)
     assert not pays(num_moves + 1)
     assert num_moves < len(spread(workers, decodes("d0", 200, num_left=60)))
+
+
+def test_moves_wait_for_the_bytes_of_those_under_way() -> None:
+    workers = [worker("d0", D, line=LINE), worker("d1", D, line=LINE, total=9999)]
+    running = decodes("d0", 200, num_left=60)
+    slow = {key("d0"): [1000] * 4}  # 4 GB at 1 GB/s
+    assert plan_spread(workers, running, batches(running), slow) == []
+    other = {key("d2"): [1000] * 4}
+    assert plan_spread(workers, running, batches(running), other) != []
+    host, able = worker("p", P, line=LINE), worker("d", D, line=LINE)
+    guests = decodes("p", 5)
+    assert plan_returns([host, able], guests, batches(guests), {key("p"): [1000] * 4}) == []
+
+
+def test_one_that_gains_nothing_holds_no_other_back() -> None:
+    """A decode of a long context makes steps long wherever it is; those beside it can flee it."""
+    cost = (0.006, 0.00003, 1.2e-7)
+    workers = [worker("d0", D, line=cost), worker("d1", D, line=cost)]
+    short = [replace(each, num_tokens=2_000, num_left=3_000) for each in decodes("d0", 15)]
+    there = [replace(each, num_tokens=2_000) for each in decodes("d1", 15)]
+    long = DecodeView(RequestId("long"), key("d0"), 2, num_tokens=100_000, num_left=4_000)
+    moves = spread(workers, [*short, *there, long])
+    assert len(moves) >= 10
+    assert "long" not in [name for name, _, _ in moves]
+
+
+def test_one_that_finds_no_room_holds_no_other_back() -> None:
+    workers = [worker("d0", D, line=LINE), worker("d1", D, line=LINE, used=700)]
+    large = DecodeView(RequestId("large"), key("d0"), 200, num_tokens=200, num_left=900)
+    moves = spread(workers, [*decodes("d0", 19), large])
+    assert len(moves) == 9
+    assert "large" not in [name for name, _, _ in moves]
 
 
 def test_a_link_that_was_only_measured_the_other_way_is_as_fast() -> None:
@@ -202,7 +235,8 @@ def test_an_idle_worker_is_of_use_where_batches_are_long() -> None:
 def returns(
     workers: list[WorkerView], running: list[DecodeView], num_moving: int = 0
 ) -> list[tuple[str, str]]:
-    moves = plan_returns(workers, running, batches(running), num_moving)
+    under_way = {key("elsewhere"): [1] * num_moving}
+    moves = plan_returns(workers, running, batches(running), under_way)
     return [(move.source[0], move.target[0]) for move in moves]
 
 
