@@ -16,8 +16,10 @@ HALF_LIFE_SECONDS = 5.0
 """Busy time after which a step counts half."""
 MIN_SPREAD = 0.1
 """How far sequences or tokens of steps must lie apart, as a share of their mean, to tell slopes."""
-RIDGE = 0.02
-"""Share of its mean to which a slope is doubted."""
+RIDGE_SEQUENCES, RIDGE_TOKENS = 0.08, 0.02
+"""Shares of their means to which slopes are doubted. Where steps do not tell whether sequences or
+their tokens cost, it is rather taken to be tokens: then a worker that saw short contexts alone
+expects long ones to cost more than they do, and not a fraction."""
 MAX_TIMES = 4.0
 """A step counts as at most so many times as long as it would have been expected: one that a host
 which stood still made long says nothing about its sequences. Where steps turn out to be so many
@@ -104,7 +106,7 @@ class CostMeter:
         each, token = self._slopes
         if nn < (MIN_SPREAD * count) ** 2 and tt < (MIN_SPREAD * tokens) ** 2:
             return each, token
-        ridge_n, ridge_t = (RIDGE * count) ** 2, (RIDGE * tokens) ** 2
+        ridge_n, ridge_t = (RIDGE_SEQUENCES * count) ** 2, (RIDGE_TOKENS * tokens) ** 2
         # The ridge is about the slopes of before: only what the steps tell moves them.
         ny, ty = ny + ridge_n * each, ty + ridge_t * token
         nn, tt = nn + ridge_n, tt + ridge_t
