@@ -42,7 +42,6 @@ MAX_CONSIDERED = 8
 MAX_SPREADING = 64
 """Most moves of the cluster under way at once; those from one worker wait for each other."""
 
-
 NONE_MOVING: Mapping[Incarnation, Sequence[int]] = {}
 
 
