@@ -1,17 +1,22 @@
 """Running decodes that move to another worker: from full pools, draining workers, long batches."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from common.ids import RequestId, WorkerId
 from common.messages.control import MigrateDecode
 from common.messages.fields import WorkerState
 from services.controller import request_machine as machine
-from services.controller.effects import Effect, Fact, Note, Send
+from services.controller.effects import Effect, Fact, Note, PeerKey, Send
 from services.controller.members import Members
-from services.controller.policy.migration import DecodeView, Migration, plan_migrations
-from services.controller.policy.spread import Batch, plan_returns, plan_spread
+from services.controller.policy.migration import (
+    DecodeView,
+    Migration,
+    is_giving_away,
+    plan_migrations,
+)
+from services.controller.policy.spread import Batch, can_spread, plan_returns, plan_spread
 from services.controller.policy.views import Incarnation, WorkerView
 from services.controller.request_book import RequestBook
 from services.controller.request_machine import DECODED, RequestPhase
@@ -42,12 +47,23 @@ class _Progress:
     """What a running decode is thought to have drawn: one token in each of its worker's steps.
 
     ``num_steps`` is the worker's count when ``num_drawn`` was brought up to date; there is no
-    worker before one has told its load.
+    worker before one has told its load. ``num_tokens`` are with the prompt's.
     """
 
-    worker: Incarnation | None = None
+    worker: PeerKey | None = None
     num_steps: int = 0
     num_drawn: int = 1
+    num_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Round:
+    """What is to be planned with."""
+
+    workers: Sequence[WorkerView]
+    decodes: Sequence[DecodeView]
+    batches: Mapping[Incarnation, Batch]
+    under_way: Mapping[Incarnation, Sequence[int]]
 
 
 class Migrations:
@@ -68,55 +84,68 @@ class Migrations:
             for worker in self._members.workers.values()
             if worker.state in (WorkerState.READY, WorkerState.DRAINING)
         ]
-        records = self._book.requests.values()
-        moving = [record for record in records if record.phase is RequestPhase.MIGRATING]
+        moving, batches = self._look(workers)
         self._spreading &= {record.request_id for record in moving}
-        self._note_progress(records)
+        is_pressing = can_spread(workers, batches) or any(map(is_giving_away, workers))
+        if not is_pressing and not self._spread:
+            return []  # most of the time: nobody need look at each decode
+        records = self._book.requests.values()
         decodes = [
             self._view(record, now) for record in records if record.phase is RequestPhase.DECODING
         ]
         moves = plan_migrations(workers, decodes, len(moving) - len(self._spreading))
         begun = {move.request_id for move in moves}
         decodes = [decode for decode in decodes if decode.request_id not in begun]
-        spread = self._spread_moves(workers, decodes, self._under_way(moving), now)
+        spread = self._spread_moves(_Round(workers, decodes, batches, self._under_way(moving)), now)
         self._note_spread(spread, now)
         effects: list[Effect] = []
         for move in (*moves, *spread):
             effects += self._begin(move, cause, now)
         return effects
 
-    def _spread_moves(
-        self,
-        workers: list[WorkerView],
-        decodes: list[DecodeView],
-        under_way: Mapping[Incarnation, list[int]],
-        now: float,
-    ) -> list[Migration]:
+    def _spread_moves(self, this: _Round, now: float) -> list[Migration]:
         """Return the moves that let prompts come sooner, or else tokens."""
-        batches = self._batches()
         if now - self._book.last_submitted_at < RETURN_SECONDS:
-            guests = [decode for decode in decodes if decode.request_id in self._spread]
-            returns = plan_returns(workers, guests, batches, under_way)
+            guests = [decode for decode in this.decodes if decode.request_id in self._spread]
+            returns = plan_returns(this.workers, guests, this.batches, this.under_way)
             if returns:
                 return returns
-        return plan_spread(workers, decodes, batches, under_way)
+        return plan_spread(this.workers, this.decodes, this.batches, this.under_way)
 
-    def _note_progress(self, records: Iterable[RequestRecord]) -> None:
-        """Count the steps that decodes had since the last round."""
+    def _look(
+        self, workers: Sequence[WorkerView]
+    ) -> tuple[list[RequestRecord], dict[Incarnation, Batch]]:
+        """Bring every decode's progress up to date; return those that move, and all batches.
+
+        A batch is what decodes at a worker or moves there.
+        """
+        loads = {key: worker.load for key, worker in self._members.workers.items()}
+        keys: dict[PeerKey, Incarnation] = {worker.key: worker.key for worker in workers}
+        sums = {key: [0, 0] for key in keys}
+        moving: list[RequestRecord] = []
         progress: dict[RequestId, _Progress] = {}
-        for record in records:
-            if record.decode is None or record.phase not in DECODED:
+        for record in self._book.requests.values():
+            if record.phase not in DECODED or record.decode is None:
                 continue
-            key = (WorkerId(record.decode[0]), record.decode[1])
-            worker = self._members.workers.get(key)
             known = self._progress.get(record.request_id) or _Progress()
             progress[record.request_id] = known
-            if worker is None or worker.load is None:
-                continue
-            if known.worker == key:
-                known.num_drawn += max(0, worker.load.num_steps - known.num_steps)
-            known.worker, known.num_steps = key, worker.load.num_steps
+            load = loads.get(record.decode)
+            if load is not None:
+                if known.worker == record.decode:
+                    known.num_drawn += max(0, load.num_steps - known.num_steps)
+                known.worker, known.num_steps = record.decode, load.num_steps
+            if record.phase is RequestPhase.MIGRATING:
+                moving.append(record)
+            params = record.submission.params
+            known.num_tokens = record.submission.num_prompt_tokens + min(
+                params.num_left, known.num_drawn
+            )
+            total = sums.get(record.target or record.decode)
+            if total is not None:
+                total[0] += params.num_choices
+                total[1] += params.num_choices * known.num_tokens
         self._progress = progress
+        return moving, {keys[key]: Batch(*total) for key, total in sums.items() if total[0]}
 
     def _note_spread(self, moves: list[Migration], now: float) -> None:
         requests = self._book.requests
@@ -140,30 +169,9 @@ class Migrations:
             assert record.decode is not None, "it leaves it"
             source = self._members.workers.get(record.decode)
             if source is not None:
-                num_tokens = self._num_tokens(record)
+                num_tokens = self._progress[record.request_id].num_tokens
                 leaving[source.key].append(-(-num_tokens // source.hello.block_size))
         return leaving
-
-    def _batches(self) -> dict[Incarnation, Batch]:
-        """Return what decodes at each worker or moves there."""
-        batches: dict[Incarnation, Batch] = {}
-        for record in self._book.requests.values():
-            place = record.target or record.decode
-            if place is None or record.phase not in DECODED:
-                continue
-            key = (WorkerId(place[0]), place[1])
-            batch = batches.get(key, Batch())
-            num_tokens = self._num_tokens(record)
-            for _ in range(record.submission.params.num_choices):
-                batch = batch.with_one(num_tokens)
-            batches[key] = batch
-        return batches
-
-    def _num_tokens(self, record: RequestRecord) -> int:
-        """Return the tokens of a choice until now, counted from its progress."""
-        submission = record.submission
-        num_drawn = min(submission.params.num_left, self._progress[record.request_id].num_drawn)
-        return submission.num_prompt_tokens + num_drawn
 
     def _begin(self, move: Migration, cause: str, now: float) -> list[Effect]:
         target = self._members.workers[move.target]
@@ -185,7 +193,8 @@ class Migrations:
         """Return a decode as the planner sees it; its blocks are counted from its progress."""
         assert record.decode is not None, "it decodes"
         worker = self._members.workers[record.decode]
-        params, num_tokens = record.submission.params, self._num_tokens(record)
+        params = record.submission.params
+        num_tokens = self._progress[record.request_id].num_tokens
         failed_at = record.move_failed_at
         is_resting = failed_at is not None and now - failed_at < FAILED_AGAIN_SECONDS
         return DecodeView(

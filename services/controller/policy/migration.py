@@ -49,6 +49,11 @@ class Migration:
     reason: str
 
 
+def is_giving_away(worker: WorkerView) -> bool:
+    """Whether a worker's decodes are to go elsewhere, however long their steps are."""
+    return worker.is_draining or worker.used_share > PRESSURE
+
+
 def plan_migrations(
     workers: Sequence[WorkerView], decodes: Sequence[DecodeView], num_moving: int = 0
 ) -> list[Migration]:
@@ -60,8 +65,7 @@ def plan_migrations(
     used = {worker.key: worker.used_blocks for worker in workers}
     moves: list[Migration] = []
     for source in sorted(workers, key=lambda w: (not w.is_draining, -w.used_share, w.worker_id)):
-        is_pressed = source.used_share > PRESSURE
-        if not (source.is_draining or is_pressed):
+        if not is_giving_away(source):
             continue
         reason = "drain" if source.is_draining else f"pool at {source.used_share:.0%}"
         for decode in sorted(here[source.key], key=lambda d: (-d.num_blocks, d.request_id)):

@@ -20,7 +20,7 @@ A prefill worker that took decodes in a quiet time gives them back when prompts 
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import NamedTuple
 
 from services.controller.policy.estimates import link_rate
@@ -77,6 +77,72 @@ def would_gain(source: WorkerView, target: WorkerView) -> bool:
     return longer - step_there(source, target, there) > MIN_GAIN * longer
 
 
+class _State:
+    """What workers decode and have in use, and what is to leave them, while moves are planned."""
+
+    def __init__(
+        self,
+        workers: Sequence[WorkerView],
+        batches: Mapping[Incarnation, Batch],
+        under_way: Mapping[Incarnation, Sequence[int]],
+    ) -> None:
+        self.there = defaultdict(Batch, batches)
+        self.used = {worker.key: worker.used_blocks for worker in workers}
+        self.queued = Counter({key: sum(blocks) for key, blocks in under_way.items()})
+        """Blocks that are to leave a worker."""
+        self.moves: list[Migration] = []
+        self._most = MAX_SPREADING - sum(len(blocks) for blocks in under_way.values())
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no more may be under way."""
+        return len(self.moves) >= self._most
+
+    def take(self, move: Migration, num_tokens: int) -> None:
+        """Begin a move of a decode that attends to so many tokens."""
+        self.moves.append(move)
+        self.there[move.source] = self.there[move.source].without_one(num_tokens)
+        self.there[move.target] = self.there[move.target].with_one(num_tokens)
+        self.used[move.target] += move.num_blocks
+        self.queued[move.source] += move.num_blocks
+
+
+def can_spread(workers: Sequence[WorkerView], batches: Mapping[Incarnation, Batch]) -> bool:
+    """Whether any decode could gain anything, were it free to move and without a context.
+
+    A decode that has one gains less.
+    """
+    sources, targets = _sides(workers, batches, batches)
+    for source in sources:
+        longer = source.decode_cost.at(*batches.get(source.key, Batch()))
+        for target in targets:
+            there = batches.get(target.key, Batch()).with_one(0)
+            gain = longer - step_there(source, target, there)
+            if target.key != source.key and gain > MIN_GAIN * longer:
+                return True
+    return False
+
+
+def _sides(
+    workers: Sequence[WorkerView],
+    batches: Mapping[Incarnation, Batch],
+    having: Container[Incarnation],
+) -> tuple[list[WorkerView], list[WorkerView]]:
+    """Return who of those ``having`` decodes may give them away, and who may take them.
+
+    They are sorted by their steps, and of each there are those whom it matters for most.
+    """
+    none = Batch()
+    by_step = sorted(
+        workers, key=lambda w: (w.decode_cost.at(*batches.get(w.key, none)), w.worker_id)
+    )
+    sources = [
+        w for w in by_step if w.key in having and w.decode_cost.is_known and not w.is_draining
+    ]
+    targets = [w for w in by_step if w.can_decode and not w.uncomputed_tokens]
+    return sources[-MAX_CONSIDERED:], targets[:MAX_CONSIDERED]
+
+
 def plan_spread(
     workers: Sequence[WorkerView],
     decodes: Sequence[DecodeView],
@@ -88,33 +154,21 @@ def plan_spread(
     ``batches`` are what decodes at each worker, or is on its way to it. ``under_way`` are the
     blocks of each decode that is leaving a worker already.
     """
-    there = defaultdict(Batch, batches)
-    used = {worker.key: worker.used_blocks for worker in workers}
     here: defaultdict[Incarnation, list[DecodeView]] = defaultdict(list)
     for decode in sorted(decodes, key=lambda d: (-d.num_left, d.num_blocks, d.request_id)):
         if decode.is_movable and not decode.has_moved:
             here[decode.worker].append(decode)
     for key, waiting in here.items():
         here[key] = [*waiting[0::2], *waiting[1::2]][::-1]  # the next one is the last
-    by_step = sorted(workers, key=lambda w: (w.decode_cost.at(*there[w.key]), w.worker_id))
-    sources = [w for w in by_step if here[w.key] and w.decode_cost.is_known and not w.is_draining]
-    targets = [w for w in by_step if w.can_decode and not w.uncomputed_tokens]
-    sources, targets = sources[-MAX_CONSIDERED:], targets[:MAX_CONSIDERED]
-    queued = Counter({key: sum(blocks) for key, blocks in under_way.items()})
-    num_moving = sum(len(blocks) for blocks in under_way.values())
-    moves: list[Migration] = []
-    while num_moving + len(moves) < MAX_SPREADING:
-        found = _next_move(sources, targets, here, _State(there, used, queued))
+    sources, targets = _sides(workers, batches, here)
+    state = _State(workers, batches, under_way)
+    while not state.is_full:
+        found = _next_move(sources, targets, here, state)
         if found is None:
             break
         move, place = found
-        moves.append(move)
-        moved = here[move.source].pop(place)
-        there[move.source] = there[move.source].without_one(moved.num_tokens)
-        there[move.target] = there[move.target].with_one(moved.num_tokens)
-        used[move.target] += move.num_blocks
-        queued[move.source] += move.num_blocks
-    return moves
+        state.take(move, here[move.source].pop(place).num_tokens)
+    return state.moves
 
 
 def plan_returns(
@@ -127,23 +181,20 @@ def plan_returns(
 
     Each goes where the step with it is the shortest. What is nearly done stays.
     """
-    there = defaultdict(Batch, batches)
-    used = {worker.key: worker.used_blocks for worker in workers}
+    state = _State(workers, batches, under_way)
+    there, used = state.there, state.used
     hosts = {w.key: w for w in workers if not w.can_decode and not w.is_draining}
     targets = [w for w in workers if w.can_decode and not w.uncomputed_tokens]
-    queued = Counter({key: sum(blocks) for key, blocks in under_way.items()})
-    num_moving = sum(len(blocks) for blocks in under_way.values())
-    moves: list[Migration] = []
     for decode in sorted(guests, key=lambda d: (-d.num_left, d.num_blocks, d.request_id)):
         host = hosts.get(decode.worker)
-        if host is None or not decode.is_movable or num_moving + len(moves) >= MAX_SPREADING:
+        if host is None or not decode.is_movable or state.is_full:
             continue
         steps = [
             (step_there(host, target, there[target.key].with_one(decode.num_tokens)), target)
             for target in targets
             if _can_take(target, host, there[target.key], used[target.key] + decode.num_blocks)
         ]
-        num_blocks = queued[host.key] + decode.num_blocks
+        num_blocks = state.queued[host.key] + decode.num_blocks
         steps = [
             (step, target)
             for step, target in steps
@@ -152,20 +203,10 @@ def plan_returns(
         if not steps:
             continue
         _, target = min(steps, key=lambda each: (each[0], each[1].worker_id))
-        there[target.key] = there[target.key].with_one(decode.num_tokens)
-        used[target.key] += decode.num_blocks
-        queued[host.key] += decode.num_blocks
         reason = "prompts come again"
-        moves.append(Migration(decode.request_id, host.key, target.key, decode.num_blocks, reason))
-    return moves
-
-
-class _State(NamedTuple):
-    """What workers decode and have in use, and the blocks that are to leave them, by worker."""
-
-    there: Mapping[Incarnation, Batch]
-    used: Mapping[Incarnation, int]
-    queued: Mapping[Incarnation, int]
+        move = Migration(decode.request_id, host.key, target.key, decode.num_blocks, reason)
+        state.take(move, decode.num_tokens)
+    return state.moves
 
 
 def _next_move(
@@ -197,7 +238,7 @@ def _best_move(
     source: WorkerView, targets: Sequence[WorkerView], decode: DecodeView, state: _State
 ) -> Migration | None:
     """Return the move of one decode that gains the most; None where none pays."""
-    there, used, queued = state
+    there, used, queued = state.there, state.used, state.queued
     longer = source.decode_cost.at(*there[source.key])
     best: tuple[float, WorkerView] | None = None
     for target in targets:
