@@ -15,7 +15,7 @@ from rich.table import Table
 
 from common.errors import ConfigError
 from services.cli.result_file import result_file
-from services.cli.terminal import out
+from services.cli.terminal import grid, out
 
 MODULE = "common.transfer.bench"
 CUDA_MODULE = "common.transfer.bench_cuda"
@@ -111,7 +111,7 @@ def _lines(bench: TransferBench) -> Iterator[dict[str, Row]]:
 
 
 def _table(rows: list[Row]) -> Table:
-    table = Table(box=None, pad_edge=False)
+    table = grid()
     for _, title, form in _COLUMNS:
         table.add_column(title, justify="left" if form == "{}" and title != "calls" else "right")
     for row in rows:

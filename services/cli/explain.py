@@ -11,7 +11,7 @@ from rich.table import Table
 from common.errors import ConfigError
 from common.telemetry.story import RequestScope, log_files, read_log_folder
 from services.cli.explanation import Decision, Explanation, PhaseRow, Span, explain_request
-from services.cli.terminal import out
+from services.cli.terminal import grid, out
 
 BAR_CELLS = 48
 _PARTS = "▏▎▍▌▋▊▉█"
@@ -70,7 +70,7 @@ def explanation_parts(found: Explanation) -> Iterator[Table | str]:
 
 
 def _phases(rows: tuple[PhaseRow, ...]) -> Table:
-    table = Table("phase", "worker", box=None, pad_edge=False)
+    table = grid("phase", "worker")
     for name in ("time", "tokens", "bytes", "calls", "GB/s"):
         table.add_column(name, justify="right")
     for row in rows:
@@ -82,7 +82,7 @@ def _phases(rows: tuple[PhaseRow, ...]) -> Table:
 
 
 def _timeline(found: Explanation) -> Table:
-    table = Table("", "", "", "start", "time", box=None, pad_edge=False)
+    table = grid("", "", "", "start", "time")
     last = max([found.seconds or 0.0, *(span.end or span.start for span in found.spans)])
     for span in found.spans:
         length = "…" if span.end is None else _seconds(span.end - span.start)
@@ -104,7 +104,7 @@ def bar(span: Span, last: float) -> str:
 
 
 def _decided(decisions: tuple[Decision, ...]) -> Table:
-    table = Table("at", "by", "decision", "why, and from what", box=None, pad_edge=False)
+    table = grid("at", "by", "decision", "why, and from what")
     for decision in decisions:
         inputs = " ".join(
             f"[dim]{escape(key)}=[/]{escape('-' if value is None else str(value))}"
