@@ -29,7 +29,7 @@ BENCHMARKS = (
 ALONE = (
     *("store", "store_codec", "kept_blocks"),
     *("cuda_engine", "cuda_serving", "cuda_store", "cuda_stored_prefix", "cuda_layerwise"),
-    *("cuda_fragments", "nccl_pair", "rdma_pair"),
+    *("cuda_fragments", "nccl_pair", "rdma_pair", "two_gpu_model"),
 )
 """Those that run only when they are named: some want a disk, most a GPU or two."""
 

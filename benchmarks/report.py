@@ -59,7 +59,8 @@ def write_results(
 
 
 def _shown(argument: str) -> str:
-    return Path(argument).name if argument.startswith("/") else argument
+    option, equals, value = argument.rpartition("=")
+    return f"{option}{equals}{Path(value).name}" if value.startswith("/") else argument
 
 
 def print_table(rows: Sequence[dict[str, Cell]]) -> None:

@@ -1,9 +1,10 @@
-"""What one burst on two GPUs can come to: ``python -m benchmarks.two_gpu_bound``.
+"""What one burst on two GPUs comes to where only steps take time: ``benchmarks.two_gpu_model``.
 
 A model of the steps that ``benchmarks.cuda_engine`` measured, and of nothing else: handoffs and
-moves take no time, and every decision knows all. Prompts are computed at the measured rate of their
-length; a decode step costs the plane through the measured ones (``DecodeCost``) and the host's time
-between two steps. Three ways to share the work:
+moves take no time, and steps of prompts and decodes as long as both apart. It is no bound of every
+schedule. Prompts are computed at the measured rate of their length; a decode step costs the plane
+through the measured ones (``DecodeCost``) and the host's time between two steps. Three ways to
+share the work:
 
 * ``apart``: one GPU computes prompts, the other one decodes.
 * ``helped``: the one that decodes computes prompts too, in chunks as often as its steps keep within
@@ -175,8 +176,8 @@ def measure(
 
 
 def main(argv: list[str]) -> int:
-    """Print and keep the bounds."""
-    parser = argparse.ArgumentParser(prog="benchmarks.two_gpu_bound")
+    """Print and keep what the model says."""
+    parser = argparse.ArgumentParser(prog="benchmarks.two_gpu_model")
     parser.add_argument("--engine", type=Path, help="a file of benchmarks.cuda_engine")
     parser.add_argument("--host-ms", type=float, default=0.7, help="the host's time a step")
     parser.add_argument("--slas-ms", default="15,18,20,30,50")
@@ -193,7 +194,7 @@ def main(argv: list[str]) -> int:
         for sla in (slas if way == "helped" else slas[:1])
     ]
     print_table(rows)
-    print(f"kept in {write_results('two_gpu_bound', argv, rows)}")
+    print(f"kept in {write_results('two_gpu_model', argv, rows)}")
     return 0
 
 
